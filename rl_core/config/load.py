@@ -1,0 +1,128 @@
+"""Reading a configuration: YAML, `key=value` overrides, and errors that name the key and the nearest right one."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rl_core.config.schema import Config
+from rl_core.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-6` as a text; here it is a number, as everywhere else."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a YAML file, apply overrides (`"trainer.max_steps=4"`, or a mapping of dotted keys), validate.
+
+    Raises:
+        ConfigError: no such file, no YAML mapping, unknown key, wrong value.
+    """
+    path = Path(path)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no configuration file {path}. Pass the path of a YAML file such as those in configs/.") from None
+    except OSError as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections (model, data, reward, registry, …).")
+    return parse_config(values, overrides, origin=str(path))
+
+
+def parse_config(
+    values: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), origin: str = "the configuration"
+) -> Config:
+    """Validate a mapping of sections after applying overrides. `origin` names it in errors.
+
+    Raises:
+        ConfigError: unknown key, wrong value.
+    """
+    values = _copy(values)
+    pairs = overrides.items() if isinstance(overrides, Mapping) else (_split_override(text) for text in overrides)
+    for key, value in pairs:
+        _put(values, key, value)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_describe(item) for item in error.errors())
+        raise ConfigError(f"{origin}: {problems}.") from None
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set takes key=value, e.g. trainer.max_steps=4; got {text!r}.")
+    try:
+        return key, yaml.load(value, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text}: the value is not valid YAML: {' '.join(str(error).split())}.") from None
+
+
+def _put(values: dict, dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        if not isinstance(values.setdefault(name, {}), dict):
+            raise ConfigError(f"--set {dotted}: {name} is a value, not a section.")
+        values = values[name]
+    values[last] = value
+
+
+def _describe(item: Any) -> str:
+    """One validation error in a clause, with the nearest known key for an unknown one."""
+    where = tuple(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(where[-1], _siblings(where[:-1]), n=1, cutoff=0.6)
+        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == where[-1]]
+        hint = f"did you mean {close[0]}?" if close else f"it belongs in {elsewhere[0]}" if elsewhere else (
+            f"known keys here: {', '.join(sorted(_siblings(where[:-1])))}"
+        )
+        return f"unknown key {'.'.join(where)} ({hint})"
+    name = ".".join(where) or "the whole"
+    if item["type"] == "missing":
+        return f"{name} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return message if item["type"] == "value_error" else f"{name} = {item['input']!r}: {message}"
+
+
+def _siblings(where: tuple[str, ...]) -> list[str]:
+    """Names of the fields of the section at `where`; a union's tag is one of the parts."""
+    section: Any = Config
+    for part in where:
+        fields = getattr(section, "model_fields", {})
+        section = fields[part].annotation if part in fields else section
+        options = [option for option in _models(section) if _tag(option) in (None, part)] or _models(section)
+        section = options[0] if options else section
+    return list(getattr(section, "model_fields", {}))
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    kind = model.model_fields.get("kind")
+    return kind.annotation.__args__[0] if kind is not None else None
+
+
+def _all_keys() -> list[str]:
+    return [f"{name}.{key}" for name, field in Config.model_fields.items() for model in _models(field.annotation) for key in model.model_fields]

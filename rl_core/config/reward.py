@@ -1,0 +1,29 @@
+"""`reward`: what a response is worth."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_core.config.base import Runtime, Section
+
+
+class ReasoningGymReward(Section):
+    """reasoning-gym's own verifier of the dataset that the prompt came from."""
+
+    kind: Literal["reasoning_gym"]
+    extract: Literal["text", "last_number", "answer_tag"] = "last_number"
+    """What of the response the verifier sees: all of it, the last number in it, or what stands between `<answer>` and
+    `</answer>`. Models wrap the number in a sentence, which the verifier itself would count as wrong."""
+
+
+class FunctionReward(Section):
+    """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` (verl's signature)."""
+
+    kind: Literal["function"]
+    path: Runtime[str]
+    """The Python file. Its content, not its path, enters the keys."""
+    name: str = "compute_score"
+    """The function in it."""
+
+
+RewardConfig = Annotated[ReasoningGymReward | FunctionReward, Field(discriminator="kind")]
