@@ -53,7 +53,9 @@ def fresh_scratch(final: Path) -> Path:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     except OSError as error:
-        raise StoreError(f"{scratch.parent} cannot be written ({error.strerror}). Set PPOFLOW_HOME to a directory that you own.") from None
+        raise StoreError(
+            f"{scratch.parent} cannot be written ({error.strerror}). Set PPOFLOW_HOME to a directory that you own."
+        ) from None
     return scratch
 
 
@@ -63,7 +65,13 @@ def scratch_of(final: Path) -> Path:
 
 
 def commit(
-    scratch: Path, final: Path, *, kind: str, key: str, components: dict[str, Any] | None = None, results: dict[str, Any] | None = None
+    scratch: Path,
+    final: Path,
+    *,
+    kind: str,
+    key: str,
+    components: dict[str, Any] | None = None,
+    results: dict[str, Any] | None = None,
 ) -> Artifact:
     """Hash and sync all files of `scratch`, write the manifest last, rename to `final`.
 

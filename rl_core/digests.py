@@ -53,7 +53,9 @@ def _memory() -> sqlite3.Connection:
 
 
 def _recall(memory: sqlite3.Connection, path: Path) -> str | None:
-    row = memory.execute("SELECT sha256 FROM digests WHERE path = ? AND stamp = ?", (str(path.resolve()), _stamp(path))).fetchone()
+    row = memory.execute(
+        "SELECT sha256 FROM digests WHERE path = ? AND stamp = ?", (str(path.resolve()), _stamp(path))
+    ).fetchone()
     return row[0] if row else None
 
 

@@ -36,10 +36,19 @@ def tiny_model(directory: Path, tie: bool = True, seed: int = 0, **settings: Any
 
     config = LlamaConfig(
         **{
-            "vocab_size": len(SPECIAL) + len(CHARACTERS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": tie,
-            "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
-        } | settings  # fmt: skip
+            "vocab_size": len(SPECIAL) + len(CHARACTERS),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": tie,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+        }
+        | settings  # fmt: skip
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -17,7 +17,7 @@ class ReasoningGymSource(Section):
     """Number of problems, held-out ones included."""
     seed: int = 0
     """Seed of the generator."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """The generator's own settings, e.g. `{min_terms: 2, max_terms: 2}`."""
 
 

@@ -33,7 +33,9 @@ def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise ConfigError(f"There is no configuration file {path}. Pass the path of a YAML file such as those in configs/.") from None
+        raise ConfigError(
+            f"There is no configuration file {path}. Pass the path of a YAML file such as those in configs/."
+        ) from None
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -91,8 +93,12 @@ def _describe(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         close = difflib.get_close_matches(where[-1], _siblings(where[:-1]), n=1, cutoff=0.6)
         elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == where[-1]]
-        hint = f"did you mean {close[0]}?" if close else f"it belongs in {elsewhere[0]}" if elsewhere else (
-            f"known keys here: {', '.join(sorted(_siblings(where[:-1])))}"
+        hint = (
+            f"did you mean {close[0]}?"
+            if close
+            else f"it belongs in {elsewhere[0]}"
+            if elsewhere
+            else (f"known keys here: {', '.join(sorted(_siblings(where[:-1])))}")
         )
         return f"unknown key {'.'.join(where)} ({hint})"
     name = ".".join(where) or "the whole"
@@ -125,4 +131,9 @@ def _tag(model: type[BaseModel]) -> str | None:
 
 
 def _all_keys() -> list[str]:
-    return [f"{name}.{key}" for name, field in Config.model_fields.items() for model in _models(field.annotation) for key in model.model_fields]
+    return [
+        f"{name}.{key}"
+        for name, field in Config.model_fields.items()
+        for model in _models(field.annotation)
+        for key in model.model_fields
+    ]
