@@ -53,9 +53,8 @@ def _memory() -> sqlite3.Connection:
 
 
 def _recall(memory: sqlite3.Connection, path: Path) -> str | None:
-    row = memory.execute(
-        "SELECT sha256 FROM digests WHERE path = ? AND stamp = ?", (str(path.resolve()), _stamp(path))
-    ).fetchone()
+    query = "SELECT sha256 FROM digests WHERE path = ? AND stamp = ?"
+    row = memory.execute(query, (str(path.resolve()), _stamp(path))).fetchone()
     return row[0] if row else None
 
 

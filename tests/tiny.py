@@ -48,7 +48,7 @@ def tiny_model(directory: Path, tie: bool = True, seed: int = 0, **settings: Any
             "pad_token_id": 0,
             "bos_token_id": None,
         }
-        | settings  # fmt: skip
+        | settings
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -1,6 +1,7 @@
 """Reading a configuration: YAML, `key=value` overrides, and errors that name the key and the nearest right one."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
 
@@ -34,7 +35,7 @@ def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise ConfigError(
-            f"There is no configuration file {path}. Pass the path of a YAML file such as those in configs/."
+            f"There is no configuration file {path}. Pass the path of a YAML file, like those in configs/."
         ) from None
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
@@ -131,9 +132,5 @@ def _tag(model: type[BaseModel]) -> str | None:
 
 
 def _all_keys() -> list[str]:
-    return [
-        f"{name}.{key}"
-        for name, field in Config.model_fields.items()
-        for model in _models(field.annotation)
-        for key in model.model_fields
-    ]
+    sections = ((name, model) for name, field in Config.model_fields.items() for model in _models(field.annotation))
+    return [f"{name}.{key}" for name, model in sections for key in model.model_fields]
