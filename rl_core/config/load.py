@@ -1,6 +1,7 @@
 """Reading a configuration: YAML, `key=value` overrides, and errors that name the key and the nearest right one."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::-([^}]*))?\}")
 
 
 def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -49,17 +53,20 @@ def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
 def parse_config(
     values: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), origin: str = "the configuration"
 ) -> Config:
-    """Validate a mapping of sections after applying overrides. `origin` names it in errors.
+    """Validate a mapping of sections after applying overrides and putting in environment variables.
+
+    In any text, `${NAME}` and `${NAME:-default}` (names in capitals) stand for an environment variable. `origin` names the
+    configuration in errors.
 
     Raises:
-        ConfigError: unknown key, wrong value.
+        ConfigError: unknown key, wrong value, a variable that is not set and has no default.
     """
     values = _copy(values)
     pairs = overrides.items() if isinstance(overrides, Mapping) else (_split_override(text) for text in overrides)
     for key, value in pairs:
         _put(values, key, value)
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(_with_environment(values, origin, ()))
     except ValidationError as error:
         problems = "; ".join(_describe(item) for item in error.errors())
         raise ConfigError(f"{origin}: {problems}.") from None
@@ -67,6 +74,27 @@ def parse_config(
 
 def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _with_environment(value: Any, origin: str, where: tuple[Any, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_environment(item, origin, (*where, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_environment(item, origin, where) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        text = os.environ.get(name) or default
+        if text is None:
+            key = ".".join(map(str, where))
+            raise ConfigError(
+                f"{origin}: {key}: the environment variable {name} is not set; set it or write ${{{name}:-default}}."
+            )
+        return text
+
+    return _VARIABLE.sub(variable, value)
 
 
 def _split_override(text: str) -> tuple[str, Any]:
