@@ -25,7 +25,7 @@ check: .venv/.installed-dev
 	$(BIN)/mypy
 
 servers: .venv/.installed
-	$(BIN)/python infra/servers.py
+	$(BIN)/python infra/servers.py $(ARGS)
 
 setup: .venv/.installed-dev $(MODEL)
 

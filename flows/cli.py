@@ -1,0 +1,189 @@
+"""`ppoflow …`: parses, calls, prints.
+
+Prefect, MLflow and torch are imported only by what needs them, so `--help` and mistakes in a configuration answer at once.
+"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from flows.logs import TRACEBACK, write_traceback
+from rl_core.errors import (
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_USER,
+    BrokenArtifact,
+    ConfigError,
+    DataError,
+    Interrupted,
+    ModelError,
+    PpoflowError,
+    RewardError,
+    StoreError,
+)
+
+EXIT_CODES: tuple[tuple[type[PpoflowError], int], ...] = (
+    (Interrupted, EXIT_INTERRUPTED),
+    (BrokenArtifact, EXIT_CRASH),
+    *((kind, EXIT_USER) for kind in (ConfigError, DataError, ModelError, RewardError, StoreError)),
+    (PpoflowError, EXIT_CRASH),
+)
+EXIT_SIGINT = 130
+
+app = App(
+    name="ppoflow",
+    help="From a base model, prompts and a reward to a promoted policy. PPOFLOW_HOME (default ./.ppoflow) holds all it writes; --traceback shows where an error came from.",
+    help_on_error=False,
+)
+Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), consume_multiple=False)]
+
+
+@app.command
+def run(
+    config: Path,
+    /,
+    *,
+    overrides: Overrides = None,
+    fresh: bool = False,
+    json_file: Annotated[Path | None, Parameter("--json")] = None,
+) -> None:
+    """Run the pipeline; what exists already is reused, and an interrupted training goes on.
+
+    Parameters
+    ----------
+    config
+        YAML file, such as those in configs/.
+    overrides
+        key=value, e.g. trainer.max_steps=4; may be given several times.
+    fresh
+        Make everything again, the training from step 0.
+    json_file
+        Also write the report to this file.
+    """
+    from rl_core.config import load_config
+
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"--json: there is no directory {json_file.parent}; make it first or name another file.")
+    settings = load_config(config, overrides or ())
+
+    from flows.post_training import post_training
+    from flows.report import print_report
+
+    report = post_training(settings, fresh=fresh)
+    if json_file is not None:
+        _write_json(json_file, report)
+    print_report(report)
+
+
+@app.command
+def explain(config: Path, /, *, overrides: Overrides = None) -> None:
+    """Say for each stage whether it would be reused, resume or run, and why. Nothing is run.
+
+    Parameters
+    ----------
+    config
+        YAML file, such as those in configs/.
+    overrides
+        key=value, e.g. trainer.max_steps=4; may be given several times.
+    """
+    from rl_core.config import load_config
+
+    settings = load_config(config, overrides or ())
+
+    from flows.explain import explain as plan
+
+    for stage in plan(settings):
+        print(f"{stage.name:<18} {stage.outcome:<8} {stage.reason}")
+
+
+@app.command
+def promote(name: str, version: int, /) -> None:
+    """Make a registered version the champion, whatever the gate said.
+
+    Parameters
+    ----------
+    name
+        The registered model (registry.name of the configuration).
+    version
+        The version to promote.
+    """
+    from flows.promotion import promote as promote_version
+
+    print(promote_version(name, version))
+
+
+@app.command
+def rollback(name: str, /) -> None:
+    """Give the champion's place back to the version that had it before.
+
+    Parameters
+    ----------
+    name
+        The registered model (registry.name of the configuration).
+    """
+    from flows.promotion import rollback as roll_back
+
+    print(roll_back(name))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: runs a command and exits with its code; an error is one paragraph on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--traceback" in words:
+        words.remove("--traceback")
+        os.environ[TRACEBACK] = "1"
+    sys.exit(_guarded(lambda: app(words, exit_on_error=False, print_error=False, result_action="return_value"), words))
+
+
+def _guarded(call: Callable[[], object], words: list[str]) -> int:
+    try:
+        call()
+    except CycloptsError as error:
+        return _say(f"{' '.join(str(error).split())} See ppoflow --help.", EXIT_USER)
+    except PpoflowError as error:
+        return _say(str(error), next(code for kind, code in EXIT_CODES if isinstance(error, kind)), words, error)
+    except KeyboardInterrupt as error:
+        return _say("stopped by Ctrl-C.", EXIT_SIGINT, words, error)
+    except Exception as error:  # noqa: BLE001 - the outermost place: a user gets a paragraph, the traceback goes to a file
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return _say(f"unforeseen error: {text[:600]}{_where_it_is(error)}", EXIT_CRASH, words, error)
+    return EXIT_DONE
+
+
+def _say(message: str, code: int, words: Sequence[str] = (), error: BaseException | None = None) -> int:
+    """Print the paragraph and, for `run`, the command that continues; returns the exit code."""
+    if error is not None and os.environ.get(TRACEBACK):
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"ppoflow: error: {message}", file=sys.stderr)
+    if words[:1] == ["run"]:
+        command = shlex.join(["ppoflow", *(word for word in words if word != "--fresh")])
+        print(f"ppoflow: to continue: {command}", file=sys.stderr)
+    return code
+
+
+def _where_it_is(error: BaseException) -> str:
+    try:
+        log = write_traceback(error)
+    except StoreError:
+        return ". Set PPOFLOW_TRACEBACK=1 to see the traceback."
+    return f". The traceback is in {log}; PPOFLOW_TRACEBACK=1 shows it here."
+
+
+def _write_json(path: Path, report: object) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}.") from None
+
+
+if __name__ == "__main__":
+    main()
