@@ -1,0 +1,1 @@
+"""From rows of any source to memory-mapped prompts: `sources`, `tokenize`, `prompts`."""

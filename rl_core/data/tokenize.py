@@ -1,0 +1,179 @@
+"""Rows to prompt shards: chat template, length limit, split by content, block by block.
+
+    stats = tokenize(config.data, tokenizer, scratch)
+
+writes `train/`, `eval/` (`rl_core.data.shards`), `tokenizer/` and `stats.json` under `scratch`, for the caller to commit. An
+interrupted call goes on with the blocks that it finished, and ends with the same bytes as one that was not interrupted.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.data import DataConfig
+from rl_core.data.rows import Conversation, Unusable, conversation
+from rl_core.data.shards import SPLITS, Blocks, write_json
+from rl_core.data.sources import RowSource, read_rows, source_fingerprint
+from rl_core.data.stats import Stats
+from rl_core.digests import digest_files, digest_json
+from rl_core.errors import DataError
+
+_MACHINE_KEYS = ("is_local", "local_files_only", "name_or_path")
+"""What transformers saves of how a tokenizer was loaded: it would make equal tokenizers differ."""
+
+
+def tokenize(config: DataConfig, tokenizer: Any, scratch: Path) -> dict[str, Any]:
+    """Tokenize the prompts of `config`.
+
+    Args:
+        tokenizer: a transformers tokenizer with its chat template; a pad token is set where it has none.
+        scratch: directory to write; what an earlier call with the same inputs finished there is kept.
+
+    Returns:
+        What `stats.json` holds: `rows`, `train_rows`, `eval_rows`, `truncated`, `dropped`, `prompt_length`, `pad_token_id`,
+        `eos_token_id`, `source`, `shards`.
+
+    Raises:
+        DataError: no chat template, a prompt too long with `truncation: error`, too many rows dropped, an empty split; and
+            what `read_rows` raises.
+        ConfigError: see `read_rows`.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"model.chat_template: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot "
+            "become a prompt. Set model.chat_template to a Jinja file, or take an instruction-tuned model."
+        )
+    pad = _resolve_pad(tokenizer)
+    source = read_rows(config)
+    fingerprint = source_fingerprint(config)
+    plan = {
+        "data": config.identity(), "source": fingerprint, "tokenizer": _save_tokenizer(tokenizer, scratch / "tokenizer"),
+        "shard_rows": config.shard_rows,
+    }  # fmt: skip
+    (scratch / "stats.json").unlink(missing_ok=True)
+    blocks = Blocks(scratch, digest_json(plan))
+    total, shards = Stats(), {}
+    for number, start in enumerate(range(0, len(source), config.shard_rows)):
+        note = blocks.finished(number)
+        if note is None:
+            rows, stats = _tokenize_block(config, tokenizer, source, start)
+            note = blocks.write(number, rows, stats.to_json())
+        total.add(Stats.from_json(note["stats"]))
+        total.check_share(config.max_dropped_share, len(source))
+        shards |= note["shards"]
+    counts = {split: sum(shard["rows"] for name, shard in shards.items() if name.startswith(split)) for split in SPLITS}
+    _check_splits(counts, config)
+    summary = {
+        **total.summary(), "train_rows": counts["train"], "eval_rows": counts["eval"], **pad, "source": fingerprint, "shards": shards,
+    }  # fmt: skip
+    blocks.close()
+    write_json(scratch / "stats.json", summary)
+    return summary
+
+
+def _tokenize_block(
+    config: DataConfig, tokenizer: Any, source: RowSource, start: int
+) -> tuple[dict[str, list[dict[str, Any]]], Stats]:
+    """The shard rows of both splits for the source's rows from `start` on."""
+    stats = Stats()
+    chats: list[tuple[int, Conversation, str]] = []
+    for index, row in enumerate(source.read(start, min(start + config.shard_rows, len(source))), start):
+        stats.rows += 1
+        try:
+            chat = conversation(row, config, source.name)
+            chats.append((index, chat, _render(tokenizer, chat)))
+        except Unusable as error:
+            stats.drop(index, error.reason, str(error), str(row.get(config.prompt_column)))
+    ids = tokenizer([text for _, _, text in chats], add_special_tokens=False, verbose=False)["input_ids"] if chats else []
+    rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    for (index, chat, _), input_ids in zip(chats, ids, strict=True):
+        try:
+            kept = _limit(input_ids, config, index)
+        except Unusable as error:
+            stats.drop(index, error.reason, str(error), chat.question)
+            continue
+        stats.keep(len(kept), truncated=len(kept) < len(input_ids))
+        rows["eval" if chat.is_eval else "train"].append(
+            {
+                "prompt_id": chat.prompt_id,
+                "input_ids": kept,
+                "text": tokenizer.decode(kept),
+                "question": chat.question,
+                "ground_truth": chat.ground_truth,
+                "data_source": chat.data_source,
+                "extra_info": chat.extra_info,
+            }  # fmt: skip
+        )
+    return rows, stats
+
+
+def _render(tokenizer: Any, chat: Conversation) -> str:
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(chat.messages, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise Unusable("template_error", f"the chat template raises {type(error).__name__} ({error})") from None
+    if not text:
+        raise Unusable("empty_prompt", "the chat template makes an empty text of it")
+    return text
+
+
+def _limit(input_ids: list[int], config: DataConfig, index: int) -> list[int]:
+    """Apply `data.truncation`; the length is that of the very ids that the model gets."""
+    limit = config.max_prompt_length
+    if not input_ids:
+        raise Unusable("empty_prompt", "the tokenizer makes no tokens of it")
+    if len(input_ids) <= limit:
+        return input_ids
+    if config.truncation == "left":
+        return input_ids[-limit:]
+    if config.truncation == "right":
+        return input_ids[:limit]
+    if config.truncation == "drop":
+        raise Unusable("too_long", f"{len(input_ids)} tokens with the chat template, data.max_prompt_length = {limit}")
+    raise DataError(
+        f"data.max_prompt_length = {limit}: row {index} has {len(input_ids)} tokens with the chat template. Raise the limit, or set "
+        "data.truncation to left or right (cut its beginning or end) or to drop (leave it out, as far as data.max_dropped_share allows)."
+    )
+
+
+def _resolve_pad(tokenizer: Any) -> dict[str, Any]:
+    """Settle the pad token once, without new tokens: the tokenizer's own, else eos, else unk.
+
+    Which one does not matter to the training, whose masks come from lengths.
+    """
+    for kind in ("pad", "eos", "unk"):
+        token = getattr(tokenizer, f"{kind}_token")
+        if token is not None:
+            tokenizer.pad_token = token
+            return {
+                "pad_token": token,
+                "pad_token_id": tokenizer.pad_token_id,
+                "pad_token_from": kind,
+                "eos_token_id": tokenizer.eos_token_id,
+            }
+    raise DataError(
+        f"model.name_or_path: the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an eos nor an unk token; "
+        "give it an eos_token in its tokenizer_config.json."
+    )
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> dict[str, str]:
+    """Save it without traces of the machine; returns the digests of its files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, {key: value for key, value in settings.items() if key not in _MACHINE_KEYS})
+    return {file.name: digest for file, digest in digest_files(sorted(directory.iterdir())).items()}
+
+
+def _check_splits(counts: dict[str, int], config: DataConfig) -> None:
+    for split, other in (("train", "eval"), ("eval", "train")):
+        if not counts[split]:
+            remedy = "a smaller" if split == "train" else "a larger"
+            raise DataError(
+                f"data.eval_fraction = {config.eval_fraction:g}: of {counts[other]} usable prompts none falls on the {split} side (a hash of "
+                f"each prompt decides). Take more distinct prompts, or set {remedy} data.eval_fraction."
+            )
