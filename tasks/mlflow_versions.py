@@ -1,0 +1,109 @@
+"""The model registry in MLflow, writing: new versions, and moving the champion's alias.
+
+Callers hold `registry_lock`.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_core.artifacts import MANIFEST, Artifact
+from rl_core.errors import StoreError
+from tasks.mlflow_registry import CHAMPION, DIGEST, RegistryError, champion_version, files_of, local_path
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+    from mlflow.entities.model_registry import ModelVersion
+
+PREVIOUS = "ppoflow.previous_champion"
+"""Tag: the version that this one replaced as champion."""
+
+
+def register(
+    client: "MlflowClient", name: str, policy: Artifact, *, tags: dict[str, str], experiment_id: str, run_id: str | None
+) -> "ModelVersion":
+    """The version of `name` that holds this policy: the one that exists (its tags brought up to date), else a new one.
+
+    Args:
+        policy: a model in Hugging Face form.
+        tags: lineage, to be kept with the version.
+        run_id: the MLflow run that trained it.
+    """
+    from mlflow.exceptions import MlflowException
+
+    existing = client.search_model_versions(f"name = '{name}' and tags.`{DIGEST}` = '{policy.digest}'")
+    if existing:
+        version = min(existing, key=lambda version: int(version.version))
+        for tag, value in tags.items():
+            if version.tags.get(tag) != value:
+                client.set_model_version_tag(name, version.version, tag, value)
+        return version
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    model = _logged_model(client, name, policy, experiment_id, run_id)
+    return client.create_model_version(
+        name, f"models:/{model.model_id}", run_id=run_id, tags={**tags, DIGEST: policy.digest}, model_id=model.model_id
+    )
+
+
+def make_champion(client: "MlflowClient", version: "ModelVersion") -> None:
+    """Verify a version's files in full, remember the champion that it replaces, move the alias, read it back.
+
+    Raises:
+        BrokenArtifact: its files are not those that were registered.
+        RegistryError: somebody else moved the alias at the same time.
+    """
+    files_of(client, version, remembered=False)
+    name, number = version.name, version.version
+    current = champion_version(client, name)
+    if current is not None and current.version == number:
+        return
+    if current is not None:
+        client.set_model_version_tag(name, number, PREVIOUS, current.version)
+    elif PREVIOUS in version.tags:
+        client.delete_model_version_tag(name, number, PREVIOUS)
+    client.set_registered_model_alias(name, CHAMPION, number)
+    now = champion_version(client, name)
+    if now is None or now.version != number:
+        raise RegistryError(
+            f"The champion of {name} was moved to version {now and now.version} by somebody else at the same time; version "
+            f"{number} is not the champion. Look at both in MLflow, then `ppoflow promote {name} {number}` if it should be."
+        )
+
+
+def _logged_model(client: "MlflowClient", name: str, policy: Artifact, experiment_id: str, run_id: str | None) -> "LoggedModel":
+    """A finished LoggedModel with the policy's files; one that an interrupted registration left is completed."""
+    from mlflow.entities import LoggedModelStatus
+
+    found = client.search_logged_models([experiment_id], filter_string=f"tags.`{DIGEST}` = '{policy.digest}'")
+    model = found[0] if found else client.create_logged_model(experiment_id, name, run_id, tags={DIGEST: policy.digest})
+    if model.status == LoggedModelStatus.READY:
+        return model
+    target = local_path(model.artifact_location)
+    if target is None:
+        client.log_model_artifacts(model.model_id, str(policy.path))
+    else:
+        for file in [*policy.manifest["files"], MANIFEST]:
+            _link(policy.path / file, target / file)
+    return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link, or copy where the file systems differ."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+    except OSError as error:
+        raise StoreError(
+            f"{target} cannot be written ({error.strerror}). MLflow keeps the files of its models there: make it writable on "
+            "this machine, or start the MLflow server with --serve-artifacts."
+        ) from None
