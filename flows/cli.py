@@ -39,7 +39,8 @@ EXIT_SIGINT = 130
 
 app = App(
     name="ppoflow",
-    help="From a base model, prompts and a reward to a promoted policy. PPOFLOW_HOME (default ./.ppoflow) holds all it writes; --traceback shows where an error came from.",
+    help="From a base model, prompts and a reward to a promoted policy. PPOFLOW_HOME (default ./.ppoflow) holds all it writes. "
+    "With --traceback an error also shows where it came from.",
     help_on_error=False,
 )
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), consume_multiple=False)]

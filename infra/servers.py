@@ -5,6 +5,7 @@ uses without servers, so earlier runs are there. An automation marks runs as cra
 """
 
 import argparse
+import asyncio
 import os
 import shlex
 import signal
@@ -48,7 +49,7 @@ def main() -> int:
         servers += [_start_prefect(ports.prefect_port), _start_mlflow(ports.mlflow_port)]
         _wait_until_up(f"http://{HOST}:{ports.prefect_port}/api/health", servers)
         _wait_until_up(f"http://{HOST}:{ports.mlflow_port}/health", servers)
-        _apply_automation()
+        asyncio.run(_apply_automation())
         os.environ["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{ports.mlflow_port}"
         print(f"\nPrefect  http://{HOST}:{ports.prefect_port}\nMLflow   http://{HOST}:{ports.mlflow_port}\n\nIn another shell:")
         print("\n".join(f"export {name}={shlex.quote(os.environ[name])}" for name in EXPORTED), flush=True)
@@ -77,9 +78,10 @@ def _start_prefect(port: int) -> "subprocess.Popen[bytes]":
 
 
 def _start_mlflow(port: int) -> "subprocess.Popen[bytes]":
+    artifacts = str(home() / "mlflow" / "artifacts")
     return _start(
         "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri",
-        os.environ["MLFLOW_TRACKING_URI"], "--no-serve-artifacts", "--default-artifact-root", str(home() / "mlflow" / "artifacts"),
+        os.environ["MLFLOW_TRACKING_URI"], "--no-serve-artifacts", "--default-artifact-root", artifacts,
     )  # fmt: skip
 
 
@@ -109,16 +111,16 @@ def _wait_until_up(url: str, servers: list[Any], seconds: float = 120) -> None:
     sys.exit(f"servers: {url} did not answer within {seconds:.0f} s; see the lines above.")
 
 
-def _apply_automation() -> None:
+async def _apply_automation() -> None:
     """Make the automation of dead-runs.yaml where there is none of its name."""
     import yaml
     from prefect.automations import Automation
 
     wanted = yaml.safe_load(DEAD_RUNS.read_text(encoding="utf-8"))
     try:
-        Automation.read(name=wanted["name"])
+        await Automation.aread(name=wanted["name"])
     except ValueError:
-        Automation(**wanted).create()
+        await Automation(**wanted).acreate()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -61,12 +61,12 @@ def parse_config(
     Raises:
         ConfigError: unknown key, wrong value, a variable that is not set and has no default.
     """
-    values = _copy(values)
+    merged: dict[str, Any] = _copy(values)
     pairs = overrides.items() if isinstance(overrides, Mapping) else (_split_override(text) for text in overrides)
     for key, value in pairs:
-        _put(values, key, value)
+        _put(merged, key, value)
     try:
-        return Config.model_validate(_with_environment(values, origin, ()))
+        return Config.model_validate(_with_environment(merged, origin, ()))
     except ValidationError as error:
         problems = "; ".join(_describe(item) for item in error.errors())
         raise ConfigError(f"{origin}: {problems}.") from None
@@ -156,7 +156,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def _tag(model: type[BaseModel]) -> str | None:
     kind = model.model_fields.get("kind")
-    return kind.annotation.__args__[0] if kind is not None else None
+    return get_args(kind.annotation)[0] if kind is not None else None
 
 
 def _all_keys() -> list[str]:
