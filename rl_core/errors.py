@@ -33,6 +33,10 @@ class RewardError(PpoflowError):
     """The reward function is missing, has the wrong signature or returns no number."""
 
 
+class NonFiniteError(PpoflowError):
+    """Logits, a loss or a gradient is infinite or NaN, so that going on would ruin the weights."""
+
+
 class StoreError(PpoflowError):
     """The store cannot be written or read."""
 

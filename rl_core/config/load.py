@@ -107,7 +107,7 @@ def _split_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: the value is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
-def _put(values: dict, dotted: str, value: Any) -> None:
+def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for name in parents:
         if not isinstance(values.setdefault(name, {}), dict):
@@ -118,17 +118,17 @@ def _put(values: dict, dotted: str, value: Any) -> None:
 
 def _describe(item: Any) -> str:
     """One validation error in a clause, with the nearest known key for an unknown one."""
-    where = tuple(str(part) for part in item["loc"])
+    where, siblings = _resolve(tuple(str(part) for part in item["loc"]))
     if item["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(where[-1], _siblings(where[:-1]), n=1, cutoff=0.6)
-        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == where[-1]]
-        hint = (
-            f"did you mean {close[0]}?"
-            if close
-            else f"it belongs in {elsewhere[0]}"
-            if elsewhere
-            else (f"known keys here: {', '.join(sorted(_siblings(where[:-1])))}")
-        )
+        last = where[-1]
+        close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == last]
+        if close:
+            hint = f"did you mean {close[0]}?"
+        elif elsewhere:
+            hint = f"it belongs in {elsewhere[0]}"
+        else:
+            hint = f"known keys here: {', '.join(sorted(siblings))}"
         return f"unknown key {'.'.join(where)} ({hint})"
     name = ".".join(where) or "the whole"
     if item["type"] == "missing":
@@ -137,15 +137,21 @@ def _describe(item: Any) -> str:
     return message if item["type"] == "value_error" else f"{name} = {item['input']!r}: {message}"
 
 
-def _siblings(where: tuple[str, ...]) -> list[str]:
-    """Names of the fields of the section at `where`; a union's tag is one of the parts."""
-    section: Any = Config
-    for part in where:
-        fields = getattr(section, "model_fields", {})
-        section = fields[part].annotation if part in fields else section
-        options = [option for option in _models(section) if _tag(option) in (None, part)] or _models(section)
-        section = options[0] if options else section
-    return list(getattr(section, "model_fields", {}))
+def _resolve(location: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """A validation error's location as the user wrote it (pydantic puts the tag of a union in), and the keys known there."""
+    where: list[str] = []
+    known: list[str] = []
+    candidates: list[type[BaseModel]] = [Config]
+    for part in location:
+        if len(candidates) > 1 and (tagged := [model for model in candidates if _tag(model) == part]):
+            candidates = tagged
+            continue
+        known = [key for model in candidates for key in model.model_fields]
+        where.append(part)
+        candidates = [
+            found for model in candidates if part in model.model_fields for found in _models(model.model_fields[part].annotation)
+        ]
+    return where, known
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -1,6 +1,7 @@
 """`Config`: all sections, and the rules that span several of them."""
 
 import math
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -51,7 +52,7 @@ class Config(Section):
         return self.trainer.ppo_mini_batch_size or self.samples_per_step
 
     @property
-    def kl_estimator(self) -> str:
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
         """The KL estimator in force."""
         return self.algorithm.kl_estimator or ("k3" if self.algorithm.kl_in == "loss" else "k1")
 
@@ -59,6 +60,12 @@ class Config(Section):
     def eval_max_new_tokens(self) -> int:
         """Longest response during evaluation."""
         return self.evaluation.max_new_tokens or self.rollout.max_new_tokens
+
+    def training_identity(self) -> dict[str, Any]:
+        """The part of the configuration that decides what each step of the training does (model, data and reward count by
+        their content, beside this)."""
+        parts = ("model", "rollout", "algorithm", "trainer", "reward")
+        return {name: getattr(self, name).identity() for name in parts}
 
     def total_steps(self, train_prompts: int) -> int:
         """PPO steps of the whole run on a training split of `train_prompts` prompts."""

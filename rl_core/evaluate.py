@@ -1,0 +1,135 @@
+"""What one rank of an evaluation runs: one model answers the held-out prompts, with fixed draws, and is scored.
+
+    torchrun --nproc_per_node=N -m rl_core.evaluate --config_path X.yaml --dataset DIR --reference BASE --model MODEL \\
+        --output_dir OUT
+
+MODEL is a converted base model or a policy in Hugging Face form. Writes OUT/result.json and OUT/samples.jsonl.
+"""
+
+# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports
+from rl_core.process import die_with_parent
+
+die_with_parent()
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core import algorithms, phases
+from rl_core.config import Config, load_config
+from rl_core.data.prompts import Prompt, Prompts
+from rl_core.distributed import World, joined, seed_global_generators
+from rl_core.entry import run_program
+from rl_core.models.build import build_policy
+from rl_core.models.source import load_tokenizer_dir
+from rl_core.rewards import build_reward
+from rl_core.rollout.batch import RolloutBatch
+from rl_core.rollout.engine import RolloutEngine
+from rl_core.rollout.stop_ids import stop_ids_of
+from rl_core.rollout.sync import sync_weights
+
+Z95 = 1.959964
+"""97.5 % quantile of the standard normal distribution."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Evaluate as the command line says."""
+    parser = argparse.ArgumentParser(prog="rl_core.evaluate", description="One rank of an evaluation; start it with torchrun.")
+    parser.add_argument("--config_path", type=Path, required=True, help="the configuration (YAML)")
+    parser.add_argument("--dataset", type=Path, required=True, help="tokenized prompts; the split `eval` is used")
+    parser.add_argument("--reference", type=Path, required=True, help="converted base model, to which the KL is measured")
+    parser.add_argument("--model", type=Path, required=True, help="the model to evaluate")
+    parser.add_argument("--output_dir", type=Path, required=True, help="an existing directory")
+    options = parser.parse_args(arguments)
+    config = load_config(options.config_path)
+    with joined(config.launch) as world:
+        records = evaluate(config, options.model, options.reference, Prompts(options.dataset, "eval"), world)
+    if world.is_main:
+        with (options.output_dir / "samples.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        result = json.dumps(summarize(records, config.evaluation.success_reward), indent=1)
+        (options.output_dir / "result.json").write_text(result, encoding="utf-8")
+
+
+def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, world: World) -> list[dict[str, Any]]:
+    """One record per prompt, in the order of the prompts, on rank 0; [] elsewhere."""
+    settings = config.evaluation
+    chosen = evaluated(prompts, settings.prompts)
+    rows = math.ceil(len(chosen) / world.size)
+    mine = range(world.rank * rows, min((world.rank + 1) * rows, len(chosen)))
+    seed_global_generators(settings.seed, world.rank)
+
+    policy = build_policy(model, config, world.device, world.mesh, trainable=False)
+    engine = RolloutEngine(model, getattr(torch, config.model.torch_dtype), world.device)
+    sync_weights(policy, engine)
+    tokenizer = load_tokenizer_dir(model)
+    batch = engine.generate(
+        [chosen[number].input_ids for number in mine],
+        list(mine),
+        max_new_tokens=config.eval_max_new_tokens,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        step=0,
+        stop_ids=stop_ids_of(model, tokenizer),
+        batch_size=config.rollout.batch_size,
+    )
+    _, records = phases.score(build_reward(config.reward), tokenizer, chosen, batch, n=1)
+    divergence = kl_to_reference(policy, reference, batch.pad_rows(rows), config, world) if model != reference else None
+    for row, record in enumerate(records):
+        record["prompt_id"] = chosen[record.pop("sample")].prompt_id
+        record["response_tokens"] = int(batch.response_length[row])
+        record["truncated"] = bool(batch.truncated[row])
+        record["kl"] = 0.0 if divergence is None else float(divergence[row])
+    return [record for part in world.gather(records) for record in part]
+
+
+def evaluated(prompts: Prompts, most: int) -> list[Prompt]:
+    """The held-out prompts that are asked: the first by their content hashes, whatever order the files have."""
+    return sorted((prompts[i] for i in range(len(prompts))), key=lambda prompt: prompt.prompt_id)[:most]
+
+
+def kl_to_reference(policy: Any, reference: Path, batch: RolloutBatch, config: Config, world: World) -> torch.Tensor:
+    """[B] mean over each response's tokens of the k3 estimate of KL(policy ‖ reference), at temperature 1."""
+    micro = config.trainer.per_device_train_batch_size
+    logprobs = phases.log_probabilities(policy, batch, micro, 1.0)
+    base = build_policy(reference, config, world.device, world.mesh, trainable=False)
+    ref_logprobs = phases.log_probabilities(base, batch, micro, 1.0)
+    divergence = algorithms.kl(logprobs, ref_logprobs, batch.mask, "k3")
+    return divergence.sum(dim=1) / batch.response_length.clamp(min=1)
+
+
+def summarize(records: list[dict[str, Any]], success_reward: float) -> dict[str, Any]:
+    """Means with 95 % confidence intervals: normal approximation for the reward, Wilson's for the share of right answers."""
+    count = len(records)
+    rewards = [record["reward"] for record in records]
+    mean = sum(rewards) / count
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (count - 1)) if count > 1 else 0.0
+    margin = Z95 * deviation / math.sqrt(count)
+    accuracy = sum(reward >= success_reward for reward in rewards) / count
+    lengths = [record["response_tokens"] for record in records]
+    return {
+        "prompts": count,
+        "reward": {"mean": mean, "std": deviation, "ci95": [mean - margin, mean + margin]},
+        "accuracy": {"mean": accuracy, "ci95": list(wilson_interval(accuracy, count))},
+        "kl": {"mean": sum(record["kl"] for record in records) / count},
+        "response_length": {"mean": sum(lengths) / count, "max": max(lengths)},
+        "truncated": sum(record["truncated"] for record in records) / count,
+        "rewards": rewards,
+    }
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95 % score interval of a binomial proportion (Wilson 1927, JASA 22:209)."""
+    scale = 1 + Z95**2 / count
+    centre = (share + Z95**2 / (2 * count)) / scale
+    margin = Z95 / scale * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    return max(0.0, centre - margin), min(1.0, centre + margin)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,172 @@
+"""Metrics of a step under verl's names, the run's log lines, and the files that they are kept in."""
+
+import json
+import resource
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.distributed import World
+from rl_core.rollout.batch import RolloutBatch
+
+
+class Timer:
+    """Seconds per phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to a phase. On a GPU the block's kernels are waited for."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+
+class StepStatistics:
+    """What one rank adds up during a step; `merge` makes the metrics of all ranks from it."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, list[float]] = {}
+        self.sums: dict[str, tuple[float, float]] = {}
+        self.values: dict[str, float] = {}
+
+    def per_sample(self, name: str, values: torch.Tensor | Iterable[float]) -> None:
+        """One number per response; becomes `name/mean`, `/max`, `/min`."""
+        values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+        self.samples.setdefault(name, []).extend(map(float, values))
+
+    def mean(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float) -> None:
+        """A part of a mean: its sum and the number of things summed."""
+        before = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (before[0] + float(total), before[1] + float(count))
+
+    def token_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """The mean over response tokens of `values` [B, R] where `mask` [B, R]."""
+        self.mean(name, torch.where(mask, values.detach().double(), 0.0).sum(), mask.sum())
+
+    def means(self, prefix: str, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
+        """Parts of several means over the same things."""
+        for name, total in sums.items():
+            self.mean(f"{prefix}/{name}", total, count)
+
+    def values_of(self, prefix: str, values: Mapping[str, float]) -> None:
+        """Numbers that are the same on all ranks; the last of a step counts."""
+        self.values |= {f"{prefix}/{name}": float(value) for name, value in values.items()}
+
+    def rollout(self, batch: RolloutBatch, scores: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Lengths and scores per response, and how far the rollout's log-probabilities are from the trainer's."""
+        real = batch.sample_index >= 0
+        self.per_sample("critic/score", scores[real])
+        self.per_sample("prompt_length", batch.prompt_length[real])
+        self.per_sample("response_length", batch.response_length[real])
+        self.mean("response_length/clip_ratio", batch.truncated[real].sum(), real.sum())
+        self.token_mean("training/rollout_logprobs_abs_diff_mean", (batch.logprobs - logprobs).abs(), batch.mask)
+
+    def merge(self, world: World, timer: Timer) -> dict[str, float]:
+        """The step's metrics over all ranks on rank 0, {} elsewhere (a collective).
+
+        `perf/throughput` is prompt and response tokens per second and rank.
+        """
+        parts = world.gather((self.samples, self.sums))
+        if not parts:
+            return {}
+        metrics = dict(self.values)
+        for name in self.sums:
+            total, count = (sum(sums[name][i] for _, sums in parts) for i in (0, 1))
+            metrics[name] = total / count if count else 0.0
+        samples = {name: [value for part, _ in parts for value in part[name]] for name in self.samples}
+        for name, values in samples.items():
+            metrics |= {f"{name}/mean": sum(values) / len(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+        tokens, seconds = sum(samples["prompt_length"]) + sum(samples["response_length"]), timer.total()
+        return metrics | {
+            **{f"timing_s/{phase}": value for phase, value in timer.seconds.items()},
+            "timing_s/step": seconds,
+            "perf/time_per_step": seconds,
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / seconds / world.size,
+            "perf/max_memory_gb": peak_memory() / 2**30,
+        }
+
+
+def mean_and_deviation(values: torch.Tensor, world: World) -> tuple[float, float]:
+    """Mean and population standard deviation of [B] values over all ranks (a collective)."""
+    exact = values.double()
+    count, total, squares = world.sum(torch.stack([exact.new_tensor(len(exact)), exact.sum(), exact.square().sum()])).tolist()
+    mean = total / count
+    return mean, max(squares / count - mean**2, 0.0) ** 0.5
+
+
+def peak_memory() -> int:
+    """Most bytes that this rank has used: on the GPU where there is one, else in the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class RunLog:
+    """The files and lines of a run; only rank 0 writes."""
+
+    def __init__(self, directory: Path, world: World, total_steps: int, first_step: int) -> None:
+        """Steps from `first_step` on that a killed predecessor logged but did not save are dropped: they come again."""
+        self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "samples")}
+        self._writes = world.is_main
+        self._total = total_steps
+        self._seconds: list[float] = []
+        if self._writes:
+            for file in self._files.values():
+                _drop_steps_from(file, first_step)
+
+    def line(self, text: str) -> None:
+        """A line of the log, at once."""
+        if self._writes:
+            print(text, flush=True)
+
+    def step(self, step: int, metrics: Mapping[str, float], samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append a step's metrics and sample responses, and show how far the run is."""
+        if not self._writes:
+            return
+        _append(self._files["metrics"], [{"step": step, **metrics}])
+        _append(self._files["samples"], [{"step": step, **sample} for sample in samples])
+        self._seconds = [*self._seconds, metrics["perf/time_per_step"]][-10:]
+        pace = sum(self._seconds) / len(self._seconds)
+        done, width = step + 1, 20
+        bar = "█" * (width * done // self._total)
+        left = pace * (self._total - done)
+        self.line(
+            f"{bar:░<{width}} {done}/{self._total} | reward {metrics['critic/score/mean']:.3f} | "
+            f"response {metrics['response_length/mean']:.1f} tokens | {pace:.1f} s/step | "
+            f"{metrics['perf/throughput']:.0f} tokens/s/rank | {_duration(left)} left"
+        )
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _drop_steps_from(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] < step:  # a killed writer may leave half a line
+            kept.append(line)
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,16 @@
+"""Which tokens end a response."""
+
+from pathlib import Path
+from typing import Any
+
+from rl_core.rollout.engine import stop_ids
+
+
+def stop_ids_of(directory: Path, tokenizer: Any) -> set[int]:
+    """The end tokens of a model directory: of its tokenizer, its config.json and its generation_config.json."""
+    from transformers import AutoConfig, GenerationConfig
+
+    configs = [AutoConfig.from_pretrained(directory)]
+    if (directory / "generation_config.json").exists():
+        configs.append(GenerationConfig.from_pretrained(directory))
+    return stop_ids(tokenizer, *configs)

@@ -1,0 +1,196 @@
+"""What one rank of a training runs:
+
+    torchrun --nproc_per_node=N -m rl_core.train --config_path X.yaml --output_dir RUN [--set key=value]…
+
+does the whole training by itself: tokenizes, converts, trains, exports. With `--dataset` and `--base` it takes artifacts that
+are made already (so `ppoflow run` calls it). Run again, it goes on from the last committed checkpoint under RUN.
+"""
+
+# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports
+from rl_core.process import die_with_parent
+
+die_with_parent()
+
+import argparse
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact, set_aside
+from rl_core.batching import BatchPlan
+from rl_core.checkpoint.convert import convert
+from rl_core.checkpoint.export import export_policy
+from rl_core.checkpoint.steps import Checkpoints
+from rl_core.config import Config, load_config
+from rl_core.data.prompts import Prompts
+from rl_core.data.sources import source_fingerprint
+from rl_core.data.tokenize import tokenize
+from rl_core.digests import digest_json
+from rl_core.distributed import World, joined
+from rl_core.entry import run_program
+from rl_core.errors import BrokenArtifact, ConfigError
+from rl_core.learner import Learner
+from rl_core.locks import locked
+from rl_core.metrics import RunLog
+from rl_core.models.build import build_critic, build_policy
+from rl_core.models.source import load_tokenizer, load_tokenizer_dir, model_fingerprint, resolve, tokenizer_fingerprint
+from rl_core.ppo import Run, train
+from rl_core.rewards import build_reward, probe, reward_fingerprint
+from rl_core.rollout.engine import RolloutEngine
+from rl_core.rollout.stop_ids import stop_ids_of
+
+PROBED_PROMPTS = 4
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(prog="rl_core.train", description="One rank of a PPO training; start it with torchrun.")
+    parser.add_argument("--config_path", type=Path, required=True, help="the configuration (YAML)")
+    parser.add_argument("--output_dir", type=Path, required=True, help="run directory: checkpoints, metrics, exported policy")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the configuration")
+    parser.add_argument("--dataset", type=Path, help="tokenized prompts (default: made under output_dir)")
+    parser.add_argument("--base", type=Path, help="converted base model (default: made under output_dir)")
+    options = parser.parse_args(arguments)
+
+    config = load_config(options.config_path, options.set)
+    output = options.output_dir.absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    with ExitStack() as stack:
+        # Whoever starts after a crash waits, by taking this exclusively, until the last rank of the dead group is gone.
+        stack.enter_context(locked(output / "ranks.lock", shared=True))
+        world = stack.enter_context(joined(config.launch))
+        dataset, base = prepare(options, config, output, world)
+        run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
+        train(run)
+    if world.is_main:
+        export(run, base, output)
+
+
+def prepare(options: argparse.Namespace, config: Config, output: Path, world: World) -> tuple[Artifact, Artifact]:
+    """The tokenized prompts and the converted base model: the given ones, else made by rank 0 under the run directory."""
+    dataset, base = options.dataset or output / "dataset", options.base or output / "base"
+    if world.is_main and not (options.dataset and options.base):
+        source = resolve(config.model)
+        template = config.model.chat_template
+        tokenizer = load_tokenizer(source, template)
+        if not options.dataset:
+            identity = [tokenizer_fingerprint(source, template), source_fingerprint(config.data), config.data.identity()]
+            _make(dataset, identity, lambda scratch: tokenize(config.data, tokenizer, scratch))
+        if not options.base:
+            identity = [tokenizer_fingerprint(source, template), model_fingerprint(source)]
+            _make(base, identity, lambda scratch: convert(source, tokenizer, scratch))
+    world.barrier()
+    return open_artifact(dataset), open_artifact(base)
+
+
+def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world: World, stopping: Callable[[], bool]) -> Run:
+    """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
+    plan, prompts, tokenizer = BatchPlan.of(config, world.size), Prompts(dataset.path, "train"), load_tokenizer_dir(base.path)
+    reward = build_reward(config.reward)
+    probe(reward, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))])
+    checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
+    latest = checkpoints.latest_everywhere()
+    total = config.total_steps(len(prompts))
+    key = run_identity(config, dataset, base)
+    _check_can_go_on(latest, key, total, output)
+
+    def policy(trainable: bool) -> Any:
+        return build_policy(base.path, config, world.device, world.mesh, trainable)
+
+    critic = build_critic(base.path, config, world.device, world.mesh)
+    run = Run(
+        config=config,
+        world=world,
+        plan=plan,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids_of(base.path, tokenizer),
+        reward=reward,
+        actor=Learner("actor", policy(trainable=True), config.trainer.learning_rate, config, world),
+        critic=Learner("critic", critic, config.trainer.critic_learning_rate, config, world),
+        reference=policy(trainable=False) if config.algorithm.kl_in != "none" else None,
+        engine=RolloutEngine(base.path, getattr(torch, config.model.torch_dtype), world.device),
+        checkpoints=checkpoints,
+        stopping=stopping,
+        total_steps=total,
+        key=key,
+    )
+    if latest is not None:
+        run.restore(latest)
+    run.log = RunLog(output, world, total, run.first_step)
+    run.log.line(plan.describe())
+    if latest is not None:
+        run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
+    return run
+
+
+def export(run: Run, base: Artifact, output: Path) -> None:
+    """Write the policy of the last checkpoint in Hugging Face form, committed as `policy` in the run directory."""
+    final, policy = run.checkpoints.latest(), output / "policy"
+    assert final is not None, "the loop saves at its end"
+    if policy.exists():
+        try:
+            if open_artifact(policy).key == final.digest:
+                return
+        except BrokenArtifact as error:
+            print(f"{error} It is exported again.", flush=True)
+        shutil.rmtree(policy)
+    scratch = fresh_scratch(policy)
+    export_policy(final.path / "tensors", "actor.", base.path, scratch)
+    commit(scratch, policy, kind="policy", key=final.digest, results={"step": run.total_steps})
+    run.log.line(f"Policy of step {run.total_steps} exported to {policy}")
+
+
+def run_identity(config: Config, dataset: Artifact, base: Artifact) -> str:
+    """What decides a training's outcome step by step: inputs, reward, model, algorithm, optimizer, seed."""
+    return digest_json(
+        {
+            "config": config.training_identity(),
+            "reward": reward_fingerprint(config.reward),
+            "dataset": dataset.digest,
+            "base": base.digest,
+        }
+    )
+
+
+def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path) -> None:
+    if latest is None:
+        return
+    if latest.key != key:
+        raise ConfigError(
+            f"--output_dir {output} holds a run with another model, data, reward or algorithm than this configuration. "
+            "Give each run a directory of its own."
+        )
+    if latest.results["step"] > total:
+        raise ConfigError(
+            f"trainer.max_steps: the run in {output} has {latest.results['step']} steps already, more than the {total} wanted. "
+            "Raise it, or start over (ppoflow run --fresh, or another --output_dir)."
+        )
+
+
+def _make(path: Path, identity: Any, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Commit what `write` makes at `path`, unless the same is there already."""
+    key = digest_json(identity)
+    if path.exists():
+        try:
+            if open_artifact(path).key == key:
+                return
+            reason = f"{path} was made from other input; it is made again."
+        except BrokenArtifact as error:
+            reason = f"{error} It is set aside and made again."
+        print(reason, flush=True)
+        set_aside(path)
+    scratch = fresh_scratch(path)
+    results = write(scratch)
+    commit(scratch, path, kind=path.name, key=key, results=results)
+
+
+if __name__ == "__main__":
+    run_program(main)
