@@ -19,8 +19,7 @@ from rl_core.home import home, writable
 
 FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-_STAMPS = {"etag", "mtime", "lastmodified", "last_modified", "last-modified", "created", "updated", "crc", "md5hash", "content-md5",
-           "digest", "generation", "versionid", "sha"}  # fmt: skip
+_STAMPS = set(["etag", "mtime", "lastmodified", "last_modified", "last-modified", "created", "updated", "crc", "md5hash", "content-md5", "digest", "sha"])
 
 
 def local_files(source: FilesSource) -> list[Path]:

@@ -88,11 +88,14 @@ def generate(source: ReasoningGymSource) -> Path:
 
 def row(entry: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     """A generated problem as a row: the columns of any source, and what `scorer` needs to judge a response later."""
-    generator = {"dataset": spec["dataset"], "options": spec["options"]}
     return {
-        "prompt": entry["question"], "answer": entry["answer"], "data_source": spec["dataset"],
-        "metadata": entry["metadata"], "entry": {"question": entry["question"], "answer": entry["answer"]}, "generator": generator,
-    }  # fmt: skip
+        "prompt": entry["question"],
+        "answer": entry["answer"],
+        "data_source": spec["dataset"],
+        "metadata": entry["metadata"],
+        "entry": {"question": entry["question"], "answer": entry["answer"]},
+        "generator": {"dataset": spec["dataset"], "options": spec["options"]},
+    }
 
 
 def entry_of(extra_info: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """One row of a source as a conversation with its answer, or the reason why it cannot be one."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +44,23 @@ def conversation(row: dict[str, Any], config: DataConfig, source_name: str) -> C
         Unusable: its prompt is neither a text nor a list of `{role, content}` messages that ends with the user's.
     """
     own = _messages(row.get(config.prompt_column))
+    try:
+        return _conversation(own, row, config, source_name)
+    except UnicodeEncodeError:
+        raise Unusable("bad_row", "it has half a surrogate pair, which is no text in UTF-8") from None
+
+
+def _conversation(own: list[dict[str, str]], row: dict[str, Any], config: DataConfig, source_name: str) -> Conversation:
     answer = row.get(config.answer_column) if config.answer_column else None
     ground_truth = answer if answer is None or isinstance(answer, str) else values.dumps(answer)
     messages = [dict(message) for message in own]
     messages[-1]["content"] += config.suffix
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    used = {config.prompt_column, config.answer_column, config.data_source_column, "data_source" if "generator" in row else None}
+    used = {config.prompt_column, config.answer_column, config.data_source_column}
     data_source = row.get(config.data_source_column) if config.data_source_column else None
+    extra_info = values.dumps({name: value for name, value in row.items() if name not in used})
+    extra_info.encode()
     return Conversation(
         messages=messages,
         prompt_id=digest_json([own, ground_truth]),
@@ -60,7 +68,7 @@ def conversation(row: dict[str, Any], config: DataConfig, source_name: str) -> C
         question=messages[-1]["content"],
         ground_truth=ground_truth,
         data_source=source_name if data_source is None else str(data_source),
-        extra_info=values.dumps({name: value for name, value in row.items() if name not in used}),
+        extra_info=extra_info,
     )
 
 
@@ -76,10 +84,6 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
         raise Unusable("empty_prompt", "the prompt is empty")
     if prompt[-1]["role"] != "user":
         raise Unusable("bad_row", f"the last message is by {prompt[-1]['role']!r}; a prompt ends with the user's")
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise Unusable("bad_row", "the prompt has half a surrogate pair, which is no text in UTF-8") from None
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 

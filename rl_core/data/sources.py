@@ -126,7 +126,8 @@ def _hub(source: HubSource) -> Any:
     except (datasets.exceptions.DatasetsError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
         raise DataError(
-            f"data.source: subset {source.subset}, split {source.split} of {source.name} (commit {commit}) cannot be read: {reason}."
+            f"data.source: {source.name} (subset {source.subset}, split {source.split}, commit {commit}) cannot be read: "
+            f"{reason}. Check data.source.subset and data.source.split, and that the hub can be reached."
         ) from error
 
 

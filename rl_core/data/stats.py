@@ -30,12 +30,13 @@ class Stats:
         """Count a row that is left out; the first of each reason are kept as examples."""
         example = {"index": index, "reason": reason, "detail": detail, "text": text[:200]}
         self.dropped[reason] += 1
-        self.first_dropped = self.first_dropped or example
+        if self.first_dropped is None or index < self.first_dropped["index"]:
+            self.first_dropped = example
         if len(self.examples.setdefault(reason, [])) < _EXAMPLES:
             self.examples[reason].append(example)
 
     def add(self, other: "Stats") -> None:
-        """Sum up with the stats of later rows."""
+        """Sum up with the stats of rows behind these."""
         self.rows += other.rows
         self.truncated += other.truncated
         self.lengths += other.lengths
@@ -56,9 +57,9 @@ class Stats:
             assert first is not None
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
             raise DataError(
-                f"data.max_dropped_share = {limit:g}: {dropped} of the first {self.rows} rows (of {total}) cannot be used ({reasons}). "
-                f"The first is row {first['index']}, {first['reason']}: {first['detail']}; it reads {first['text']!r}. Mend the data, or "
-                "raise data.max_dropped_share to leave such rows out."
+                f"data.max_dropped_share = {limit:g}: {dropped} of the first {self.rows} rows (of {total}) cannot be used "
+                f"({reasons}). The first is row {first['index']}, {first['reason']}: {first['detail']}; it reads "
+                f"{first['text']!r}. Mend the data, or raise data.max_dropped_share to leave such rows out."
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ interrupted call goes on with the blocks that it finished, and ends with the sam
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,20 @@ def tokenize(config: DataConfig, tokenizer: Any, scratch: Path) -> dict[str, Any
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"model.chat_template: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot "
-            "become a prompt. Set model.chat_template to a Jinja file, or take an instruction-tuned model."
+            f"model.chat_template: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages "
+            "cannot become a prompt. Set model.chat_template to a Jinja file, or take an instruction-tuned model."
         )
     pad = _resolve_pad(tokenizer)
     source = read_rows(config)
     fingerprint = source_fingerprint(config)
-    plan = {
-        "data": config.identity(), "source": fingerprint, "tokenizer": _save_tokenizer(tokenizer, scratch / "tokenizer"),
-        "shard_rows": config.shard_rows,
-    }  # fmt: skip
+    saved = _save_tokenizer(tokenizer, scratch / "tokenizer")
+    plan = digest_json(
+        {"data": config.identity(), "source": fingerprint, "tokenizer": saved, "shard_rows": config.shard_rows},
+    )
     (scratch / "stats.json").unlink(missing_ok=True)
-    blocks = Blocks(scratch, digest_json(plan))
-    total, shards = Stats(), {}
+    blocks = Blocks(scratch, plan)
+    total = Stats()
+    shards: dict[str, Any] = {}
     for number, start in enumerate(range(0, len(source), config.shard_rows)):
         note = blocks.finished(number)
         if note is None:
@@ -64,10 +66,15 @@ def tokenize(config: DataConfig, tokenizer: Any, scratch: Path) -> dict[str, Any
     counts = {split: sum(shard["rows"] for name, shard in shards.items() if name.startswith(split)) for split in SPLITS}
     _check_splits(counts, config)
     summary = {
-        **total.summary(), "train_rows": counts["train"], "eval_rows": counts["eval"], **pad, "source": fingerprint, "shards": shards,
-    }  # fmt: skip
-    blocks.close()
+        **total.summary(),
+        "train_rows": counts["train"],
+        "eval_rows": counts["eval"],
+        **pad,
+        "source": fingerprint,
+        "shards": shards,
+    }
     write_json(scratch / "stats.json", summary)
+    blocks.close()
     return summary
 
 
@@ -102,7 +109,7 @@ def _tokenize_block(
                 "ground_truth": chat.ground_truth,
                 "data_source": chat.data_source,
                 "extra_info": chat.extra_info,
-            }  # fmt: skip
+            }
         )
     return rows, stats
 
@@ -133,8 +140,9 @@ def _limit(input_ids: list[int], config: DataConfig, index: int) -> list[int]:
     if config.truncation == "drop":
         raise Unusable("too_long", f"{len(input_ids)} tokens with the chat template, data.max_prompt_length = {limit}")
     raise DataError(
-        f"data.max_prompt_length = {limit}: row {index} has {len(input_ids)} tokens with the chat template. Raise the limit, or set "
-        "data.truncation to left or right (cut its beginning or end) or to drop (leave it out, as far as data.max_dropped_share allows)."
+        f"data.max_prompt_length = {limit}: row {index} has {len(input_ids)} tokens with the chat template. Raise the limit, or "
+        "set data.truncation to left or right (cut its beginning or end) or to drop (leave it out, as far as "
+        "data.max_dropped_share allows)."
     )
 
 
@@ -154,14 +162,15 @@ def _resolve_pad(tokenizer: Any) -> dict[str, Any]:
                 "eos_token_id": tokenizer.eos_token_id,
             }
     raise DataError(
-        f"model.name_or_path: the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an eos nor an unk token; "
-        "give it an eos_token in its tokenizer_config.json."
+        f"model.name_or_path: the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an eos nor an unk "
+        "token; give it an eos_token in its tokenizer_config.json."
     )
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path) -> dict[str, str]:
     """Save it without traces of the machine; returns the digests of its files."""
-    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -174,6 +183,6 @@ def _check_splits(counts: dict[str, int], config: DataConfig) -> None:
         if not counts[split]:
             remedy = "a smaller" if split == "train" else "a larger"
             raise DataError(
-                f"data.eval_fraction = {config.eval_fraction:g}: of {counts[other]} usable prompts none falls on the {split} side (a hash of "
-                f"each prompt decides). Take more distinct prompts, or set {remedy} data.eval_fraction."
+                f"data.eval_fraction = {config.eval_fraction:g}: of {counts[other]} usable prompts none falls on the {split} side "
+                f"(a hash of each prompt decides). Take more distinct prompts, or set {remedy} data.eval_fraction."
             )

@@ -1,0 +1,45 @@
+"""What a response is worth: `build_reward` makes the configured reward a function of prompts and responses."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.config.reward import FunctionReward, ReasoningGymReward
+from rl_core.data.prompts import Prompt
+from rl_core.rewards import function, reasoning_gym
+
+Reward = Callable[[list[Prompt], list[str]], list[float]]
+
+_PROBED = 4
+
+
+def build_reward(config: ReasoningGymReward | FunctionReward) -> Reward:
+    """The configured reward: prompts and the texts of their responses → one number each.
+
+    Raises:
+        RewardError: here, if the function's file is missing or broken; when called, if a sample cannot be judged.
+    """
+    if isinstance(config, ReasoningGymReward):
+        return reasoning_gym.Verifier(config)
+    return function.UserFunction(config)
+
+
+def reward_fingerprint(config: ReasoningGymReward | FunctionReward) -> dict[str, Any]:
+    """What the reward is, as JSON; imports nothing heavy.
+
+    Raises:
+        RewardError: the function's file is missing.
+        ConfigError: reasoning-gym is not installed.
+    """
+    if isinstance(config, ReasoningGymReward):
+        return reasoning_gym.fingerprint(config)
+    return function.fingerprint(config)
+
+
+def probe(reward: Reward, prompts: list[Prompt]) -> None:
+    """Judge a dummy response to each of a few real prompts, so that a wrong reward is found before a model is loaded.
+
+    Raises:
+        RewardError: the reward cannot judge these prompts.
+    """
+    some = list(prompts[:_PROBED])
+    reward(some, ["The answer is 0."] * len(some))
