@@ -90,12 +90,12 @@ def test_gradient_does_not_depend_on_micro_batching():
 def test_garbage_behind_the_mask_does_not_leak(garbage):
     mask, tensors = ragged()
     clean = tensors[0].clone().requires_grad_()
-    losses(clean, *tensors[1:], mask).sum().backward()
+    losses(clean, tensors[1], tensors[2], mask).sum().backward()
     dirty = [torch.where(mask, tensor, torch.tensor(garbage)) for tensor in tensors]
     leaf = dirty[0].requires_grad_()
-    result = losses(*dirty, mask)
+    result = losses(leaf, dirty[1], dirty[2], mask)
     result.sum().backward()
-    assert torch.equal(result, losses(*tensors, mask))
+    assert torch.equal(result, losses(tensors[0], tensors[1], tensors[2], mask))
     assert leaf.grad is not None
     assert clean.grad is not None
     assert torch.equal(leaf.grad, clean.grad)
