@@ -89,8 +89,9 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
 
 
 def evaluated(prompts: Prompts, most: int) -> list[Prompt]:
-    """The held-out prompts that are asked: the first by their content hashes, whatever order the files have."""
-    return sorted((prompts[i] for i in range(len(prompts))), key=lambda prompt: prompt.prompt_id)[:most]
+    """The held-out prompts that are asked: each once, the first by their content hashes, whatever order the files have."""
+    distinct = {prompt.prompt_id: prompt for prompt in (prompts[i] for i in range(len(prompts)))}
+    return [distinct[prompt_id] for prompt_id in sorted(distinct)][:most]
 
 
 def kl_to_reference(policy: Any, reference: Path, batch: RolloutBatch, config: Config, world: World) -> torch.Tensor:

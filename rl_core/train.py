@@ -96,7 +96,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     reward = build_reward(config.reward)
     probe(reward, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))])
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
-    latest = checkpoints.latest_everywhere()
+    latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
     key = run_identity(config, dataset, base)
     _check_can_go_on(latest, key, total, output)

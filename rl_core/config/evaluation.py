@@ -11,7 +11,7 @@ class EvaluationConfig(Section):
     """Base, champion and trained policy answer the same held-out prompts with the same random draws."""
 
     prompts: PositiveInt = 128
-    """Held-out prompts, at most; the first in the order of their content hashes."""
+    """Held-out prompts, at most; the first in the order of their content hashes, equal ones once."""
 
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
