@@ -14,6 +14,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from flows.logs import TRACEBACK, write_traceback
+from rl_core.entry import USER_ERRORS
 from rl_core.errors import (
     EXIT_CRASH,
     EXIT_DONE,
@@ -21,20 +22,12 @@ from rl_core.errors import (
     EXIT_USER,
     BrokenArtifact,
     ConfigError,
-    DataError,
     Interrupted,
-    ModelError,
     PpoflowError,
-    RewardError,
     StoreError,
 )
+from rl_core.home import home, writable
 
-EXIT_CODES: tuple[tuple[type[PpoflowError], int], ...] = (
-    (Interrupted, EXIT_INTERRUPTED),
-    (BrokenArtifact, EXIT_CRASH),
-    *((kind, EXIT_USER) for kind in (ConfigError, DataError, ModelError, RewardError, StoreError)),
-    (PpoflowError, EXIT_CRASH),
-)
 EXIT_SIGINT = 130
 
 app = App(
@@ -73,9 +66,13 @@ def run(
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json: there is no directory {json_file.parent}; make it first or name another file.")
     settings = load_config(config, overrides or ())
+    writable(home())
 
+    from flows.logs import quiet_console
     from flows.post_training import post_training
     from flows.report import print_report
+
+    quiet_console()
 
     report = post_training(settings, fresh=fresh)
     if json_file is not None:
@@ -97,11 +94,12 @@ def explain(config: Path, /, *, overrides: Overrides = None) -> None:
     from rl_core.config import load_config
 
     settings = load_config(config, overrides or ())
+    writable(home())
 
     from flows.explain import explain as plan
 
     for stage in plan(settings):
-        print(f"{stage.name:<18} {stage.outcome:<8} {stage.reason}")
+        print(f"{stage.stage:<18} {stage.outcome:<8} {stage.reason}")
 
 
 @app.command
@@ -149,13 +147,19 @@ def _guarded(call: Callable[[], object], words: list[str]) -> int:
     except CycloptsError as error:
         return _say(f"{' '.join(str(error).split())} See ppoflow --help.", EXIT_USER)
     except PpoflowError as error:
-        return _say(str(error), next(code for kind, code in EXIT_CODES if isinstance(error, kind)), words, error)
+        return _say(str(error), _exit_code(error), words, error)
     except KeyboardInterrupt as error:
         return _say("stopped by Ctrl-C.", EXIT_SIGINT, words, error)
     except Exception as error:  # noqa: BLE001 - the outermost place: a user gets a paragraph, the traceback goes to a file
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return _say(f"unforeseen error: {text[:600]}{_where_it_is(error)}", EXIT_CRASH, words, error)
     return EXIT_DONE
+
+
+def _exit_code(error: PpoflowError) -> int:
+    if isinstance(error, Interrupted):
+        return EXIT_INTERRUPTED
+    return EXIT_USER if isinstance(error, USER_ERRORS) and not isinstance(error, BrokenArtifact) else EXIT_CRASH
 
 
 def _say(message: str, code: int, words: Sequence[str] = (), error: BaseException | None = None) -> int:

@@ -1,29 +1,58 @@
 """How a run is reported: one row a stage, as the table at its end and as JSON."""
 
+import json
 import time
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+from prefect import Task
+
+from rl_core.config import Config
 from rl_core.home import home
+from tasks.register_policy import Registered
 from tasks.store import Key, Reference
 
 
 class Stages:
-    """Calls the stages' tasks and notes what each did and how long it took."""
+    """Calls the stages' tasks one after the other and notes what each did and how long it took.
 
-    def __init__(self) -> None:
+    Args:
+        fresh: make every artifact again.
+    """
+
+    def __init__(self, fresh: bool) -> None:
+        self.fresh = fresh
         self.rows: list[dict[str, Any]] = []
         self.since = time.monotonic()
 
-    def run(self, task: Callable[..., Reference], key: Key, *arguments: Any, fresh: bool) -> Reference:
-        """The artifact of `key`, by the stage's task."""
-        reference = task(key, *arguments, fresh=fresh)
-        row = self.note(key.stage, reference.state, reference.key, str(reference.path))
+    def run(self, stage: ModuleType, config: Config, *inputs: Any) -> Reference:
+        """The artifact of a stage: `stage.key` names it, the task of the stage's name makes or finds it."""
+        key: Key = stage.key(config, *inputs)
+        task: Task[..., Reference] = getattr(stage, key.stage)
+        if self.fresh:
+            task = task.with_options(refresh_cache=True)
+        reference = task(key, config, *inputs, fresh=self.fresh)
+        row = self._note(key.stage, reference.state, reference.key, str(reference.path))
         if reference.resumed_from_step is not None:
             row["resumed_from_step"] = reference.resumed_from_step
         return reference
 
-    def note(self, name: str, state: str, key: str, artifact: str) -> dict[str, Any]:
+    def register(self, task: Task[..., Registered], config: Config, *inputs: Reference) -> Registered:
+        """The registered version; this stage has no artifact of its own."""
+        registered = task(config, *inputs)
+        state = "computed" if registered.created else "reused"
+        self._note(task.name, state, registered.digest, f"models:/{registered.name}/{registered.version}")
+        return registered
+
+    def report(self, evaluation: Reference, registered: Registered) -> dict[str, Any]:
+        """The whole run as JSON values."""
+        return {
+            "stages": self.rows,
+            "evaluation": _summary(json.loads((evaluation.path / "report.json").read_text(encoding="utf-8"))),
+            "registered": {"name": registered.name, "version": registered.version, "aliases": registered.aliases},
+        }
+
+    def _note(self, name: str, state: str, key: str, artifact: str) -> dict[str, Any]:
         """Add the row of a stage that has just ended; its time counts from the end of the one before."""
         now = time.monotonic()
         row = {"name": name, "state": state, "seconds": round(now - self.since, 3), "key": key, "artifact": artifact}
@@ -32,12 +61,12 @@ class Stages:
         return row
 
 
-def evaluation_summary(report: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's report without the reward of each prompt."""
+def _summary(report: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation's report without the reward of each prompt; only the models that there are."""
     return {
-        name: {metric: value for metric, value in result.items() if metric != "rewards"}
+        name: {metric: value for metric, value in report[name].items() if metric != "rewards"}
         for name in ("base", "champion", "policy")
-        if (result := report.get(name)) is not None
+        if report.get(name) is not None
     }
 
 

@@ -1,0 +1,165 @@
+"""The deployment as README tells it: servers, work pool, `prefect deploy`, a worker, a schedule, a kill and a retry."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.pipeline import ROOT, environment, tiny_config, tiny_settings
+
+T = TypeVar("T")
+PREFECT = str(Path(sys.executable).with_name("prefect"))
+DEPLOYMENT = "post-training/smollm2-arithmetic"
+
+
+class Prefect:
+    """The servers' environment, their command line and what the API says about flow runs."""
+
+    def __init__(self, home: Path, environment: dict[str, str]) -> None:
+        self.home = home
+        self.environment = environment
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        """`prefect …` in the background."""
+        return subprocess.Popen(
+            [PREFECT, *arguments], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, start_new_session=True, text=True
+        )
+
+    def run(self, *arguments: str) -> None:
+        """`prefect …` to its end."""
+        subprocess.run([PREFECT, *arguments], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, timeout=90, check=True)
+
+    def flow_run(self, scheduled: bool) -> dict[str, Any] | None:
+        """The first run that the schedule, or a person, has started; None where there is none yet."""
+        runs = httpx.post(f"{self.environment['PREFECT_API_URL']}/flow_runs/filter", json={"sort": "START_TIME_ASC"}).json()
+        return next((run for run in runs if run["auto_scheduled"] == scheduled and run["start_time"]), None)
+
+    def ended(self, scheduled: bool, run_count: int = 1) -> dict[str, Any] | None:
+        """`flow_run`, once its attempt number `run_count` has ended."""
+        run = self.flow_run(scheduled)
+        final = run is not None and run["state_type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+        return run if run and final and run["run_count"] == run_count else None
+
+
+def wait_for(question: Callable[[], T | None], seconds: float) -> T:
+    """The first answer that is not None."""
+    deadline = time.monotonic() + seconds
+    while (answer := question()) is None:
+        assert time.monotonic() < deadline, f"no answer within {seconds} s"
+        time.sleep(0.1)
+    return answer
+
+
+@contextmanager
+def stopped_at_the_end(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
+    """SIGTERM on leaving, SIGKILL to its group if that does not help."""
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def prefect(tmp_path: Path) -> Iterator[Prefect]:
+    """`make servers` on free ports, and a shell with the lines that it prints."""
+    home = tmp_path / "home"
+    ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
+    command = [sys.executable, "infra/servers.py", *ports]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(home), stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
+    with stopped_at_the_end(process):
+        assert process.stdout is not None
+        exports = {}
+        for line in process.stdout:
+            if line.startswith("export "):
+                name, _, value = line.removeprefix("export ").strip().partition("=")
+                exports[name] = "".join(shlex.split(value))
+            if line.startswith("Ctrl-C"):
+                break
+        assert exports, "the servers did not start"
+        yield Prefect(home, environment(home, **exports))
+
+
+def deploy(prefect: Prefect, directory: Path) -> None:
+    """infra/prefect.yaml with a tiny configuration, given as a whole, and a schedule that fires once within seconds."""
+    project = yaml.safe_load((ROOT / "infra" / "prefect.yaml").read_text(encoding="utf-8"))
+    (deployment,) = project["deployments"]
+    assert f"post-training/{deployment['name']}" == DEPLOYMENT
+    assert deployment["schedules"][0]["cron"]
+    anchor = (datetime.now(UTC) + timedelta(seconds=10)).isoformat()
+    deployment["schedules"] = [{"interval": 3600, "anchor_date": anchor, "timezone": "UTC", "active": True}]
+    deployment["parameters"] = {"config": tiny_settings(directory)}
+    path = directory / "prefect.yaml"
+    path.write_text(yaml.safe_dump(project), encoding="utf-8")
+    prefect.run("--no-prompt", "deploy", "--prefect-file", str(path), "--all")
+
+
+def processes_of(home: Path, program: str) -> list[psutil.Process]:
+    """Living processes that run `program` over `home`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = program in " ".join(process.cmdline()) and process.environ().get("PPOFLOW_HOME") == str(home)
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_schedule_kill_and_retry(prefect: Prefect, tmp_path: Path) -> None:
+    prefect.run("work-pool", "create", "local", "--type", "process")
+    deploy(prefect, tmp_path)
+    with stopped_at_the_end(prefect.start("worker", "start", "--pool", "local")) as worker:
+        scheduled = wait_for(lambda: prefect.ended(scheduled=True), 150)
+        assert scheduled["state_type"] == "COMPLETED", scheduled["state"]["message"]
+
+        parameters = {"config": str(tiny_config(tmp_path)), "overrides": {"trainer.seed": 1, "trainer.max_steps": 40}}
+        before = set((prefect.home / "runs").iterdir())
+        watching = prefect.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
+
+        def first_checkpoint() -> Path | None:
+            (run_directory,) = set((prefect.home / "runs").iterdir()) - before or [None]
+            return next(run_directory.glob("checkpoints/step_*/manifest.json"), None) if run_directory else None
+
+        checkpoint = wait_for(first_checkpoint, 60)
+        children = psutil.Process(worker.pid).children()
+        assert len(children) == 1, children
+        children[0].kill()
+        killed = wait_for(lambda: prefect.ended(scheduled=False), 30)
+        assert killed["state_type"] == "CRASHED"
+        assert watching.wait(30) == 1
+        wait_for(lambda: None if processes_of(prefect.home, "rl_core.train") else True, 10)
+
+        prefect.run("flow-run", "retry", killed["id"])
+        again = wait_for(lambda: prefect.ended(scheduled=False, run_count=2), 120)
+        assert again["state_type"] == "COMPLETED", again["state"]["message"]
+        log = (checkpoint.parents[2] / "train.log").read_text(encoding="utf-8")
+        assert "Going on from step_" in log
+        assert "of 40 steps are done" in log

@@ -1,0 +1,134 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_core.errors import EXIT_USER
+from tests.flows.conftest import Finished
+from tests.pipeline import ROOT, environment, ppoflow, tiny_settings
+from tests.tiny import tiny_model
+
+STAGES = ["tokenize_dataset", "convert_checkpoint", "train_policy", "evaluate_policy", "register_policy"]
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys, flows.cli\n"
+        "try: flows.cli.main(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('heavy:', sorted({'prefect', 'mlflow', 'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert "heavy: []" in result.stdout
+    assert all(command in result.stdout for command in ("run", "explain", "promote", "rollback"))
+
+
+def test_run_reports_stages_evaluation_and_version(finished: Finished) -> None:
+    report = finished.report
+    assert [row["name"] for row in report["stages"]] == STAGES
+    assert {row["state"] for row in report["stages"]} == {"computed"}
+    assert all(Path(row["artifact"], "manifest.json").is_file() for row in report["stages"][:4])
+    assert all(len(row["key"]) == 64 and row["seconds"] >= 0 for row in report["stages"])
+    assert set(report["evaluation"]) == {"base", "policy"}
+    assert 0 <= report["evaluation"]["policy"]["reward"]["mean"] <= 1
+    assert report["registered"]["name"] == "tiny"
+    assert "candidate" in report["registered"]["aliases"]
+
+
+def test_run_prints_a_table_and_where_things_are(finished: Finished) -> None:
+    lines = finished.process.stdout
+    assert all(name in lines for name in [*STAGES, "computed", "registered: tiny version 1"])
+    curve = next(line for line in lines.splitlines() if line.startswith("learning curve: ")).removeprefix("learning curve: ")
+    assert Path(curve).read_bytes().startswith(b"\x89PNG")
+    assert "Step 2" in finished.process.stderr  # the training's log, live
+    assert "temporary server" not in finished.process.stderr
+
+
+def test_second_run_reuses_every_stage(finished: Finished, tmp_path: Path) -> None:
+    result = ppoflow("run", finished.config, "--json", tmp_path / "again.json", home=finished.home)
+    assert result.returncode == 0, result.stderr
+    again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
+    assert {row["state"] for row in again["stages"]} == {"reused"}
+    assert [row["artifact"] for row in again["stages"]] == [row["artifact"] for row in finished.report["stages"]]
+    assert again["registered"] == finished.report["registered"]
+    assert again["evaluation"]["policy"] == finished.report["evaluation"]["policy"]
+
+
+def one_paragraph(result: "subprocess.CompletedProcess[str]") -> str:
+    """The error paragraph, after checking that it stands alone: no traceback, the command that continues, a user's exit code."""
+    said = [line for line in result.stderr.splitlines() if line.startswith("ppoflow: error: ")]
+    assert result.returncode == EXIT_USER, result.stderr
+    assert len(said) == 1
+    assert "Traceback" not in result.stderr + result.stdout
+    assert result.stderr.splitlines()[-1].startswith("ppoflow: to continue: ppoflow run ")
+    return said[0]
+
+
+def changed(directory: Path, **sections: dict[str, Any]) -> Path:
+    """The tiny configuration with keys of some sections set."""
+    settings = tiny_settings(directory)
+    for name, values in sections.items():
+        settings[name] |= values
+    path = directory / "changed.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--set", "trainer.max_step=3"), ["trainer.max_step", "max_steps"]),
+        (("--set", "trainer.max_steps=many"), ["trainer.max_steps", "many"]),
+        (("--set", "trainer.max_steps"), ["key=value"]),
+        (("--json", "nowhere/report.json"), ["--json", "nowhere"]),
+    ],
+)
+def test_a_wrong_argument_is_one_paragraph(tmp_path: Path, arguments: tuple[str, ...], words: list[str]) -> None:
+    said = one_paragraph(ppoflow("run", changed(tmp_path), *arguments, home=tmp_path / "home"))
+    assert all(word in said for word in words)
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_missing_configuration_is_one_paragraph(tmp_path: Path) -> None:
+    assert "nowhere.yaml" in one_paragraph(ppoflow("run", "nowhere.yaml", home=tmp_path / "home"))
+
+
+def test_an_unwritable_store_is_one_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory", encoding="utf-8")
+    said = one_paragraph(ppoflow("run", changed(tmp_path), home=tmp_path / "file" / "home"))
+    assert "PPOFLOW_HOME" in said
+
+
+def test_a_missing_file_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
+    config = changed(tmp_path, data={"source": {"kind": "files", "path": str(tmp_path / "none.jsonl")}})
+    assert "none.jsonl" in one_paragraph(ppoflow("run", config, home=finished.home))
+
+
+def test_a_missing_prompt_column_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
+    said = one_paragraph(ppoflow("run", changed(tmp_path, data={"prompt_column": "text"}), home=finished.home))
+    assert "data.prompt_column" in said
+    assert "text" in said
+
+
+def test_a_model_without_chat_template_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
+    from tests.tiny import tiny_tokenizer
+
+    model = tiny_tokenizer(tiny_model(tmp_path / "plain"), chat_template=None)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    said = one_paragraph(ppoflow("run", changed(tmp_path, model={"name_or_path": str(model)}), home=finished.home))
+    assert "model.chat_template" in said
+
+
+def test_explain_names_what_would_run(finished: Finished) -> None:
+    result = ppoflow("explain", finished.config, "--set", "evaluation.samples=3", home=finished.home)
+    assert result.returncode == 0, result.stderr
+    outcomes = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert all("reused" in outcomes[name] for name in STAGES[:3])
+    assert "runs" in outcomes["evaluate_policy"]
+    assert "evaluation.samples" in outcomes["evaluate_policy"]
