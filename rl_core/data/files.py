@@ -19,7 +19,8 @@ from rl_core.home import home, writable
 
 FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-_STAMPS = set(["etag", "mtime", "lastmodified", "last_modified", "last-modified", "created", "updated", "crc", "md5hash", "content-md5", "digest", "sha"])
+_STAMPS = {"etag", "mtime", "lastmodified", "last-modified", "last_modified", "created", "updated", "crc", "sha", "blob_id"}
+"""What tells the versions of a remote file apart; a file without any of them is copied each time."""
 
 
 def local_files(source: FilesSource) -> list[Path]:

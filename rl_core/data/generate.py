@@ -119,10 +119,13 @@ def _nearest(name: str, known: Any) -> str:
 
 def _main(spec: dict[str, Any], path: Path) -> None:
     problems = create(spec["dataset"], spec["size"], spec["seed"], spec["options"])
+    parent = os.getppid()
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with partial.open("w", encoding="utf-8") as file:
             for index in range(spec["size"]):
+                if os.getppid() != parent:  # killed: nobody waits for the rest
+                    return
                 file.write(values.dumps(row(problems[index], spec)) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -43,8 +43,8 @@ class Blocks:
         self._notes = directory / "blocks"
         self._finished: dict[int, dict[str, Any]] = {}
         for path in sorted(self._notes.glob("*.json")):
-            note = json.loads(path.read_text(encoding="utf-8"))
-            if note["plan"] == plan and self._as_noted(note):
+            note = _read(path)
+            if note.get("plan") == plan and self._as_noted(note):
                 self._finished[int(path.stem)] = note
         kept = {self._note(number) for number in self._finished}
         kept |= {directory / name for note in self._finished.values() for name in note["shards"]}
@@ -101,6 +101,13 @@ class _replacing:
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is None:
             os.replace(self.partial, self.path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # the machine went down before it was on disk
+        return {}
 
 
 def write_json(path: Path, value: Any) -> None:

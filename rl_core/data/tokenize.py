@@ -183,6 +183,6 @@ def _check_splits(counts: dict[str, int], config: DataConfig) -> None:
         if not counts[split]:
             remedy = "a smaller" if split == "train" else "a larger"
             raise DataError(
-                f"data.eval_fraction = {config.eval_fraction:g}: of {counts[other]} usable prompts none falls on the {split} side "
-                f"(a hash of each prompt decides). Take more distinct prompts, or set {remedy} data.eval_fraction."
+                f"data.eval_fraction = {config.eval_fraction:g}: of {counts[other]} usable prompts none falls on the {split} "
+                f"side (a hash of each prompt decides). Take more distinct prompts, or set {remedy} data.eval_fraction."
             )

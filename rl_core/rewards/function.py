@@ -61,8 +61,8 @@ class UserFunction:
                 else "that"
             )
             raise RewardError(
-                f"reward: {self._name} returns {_short(value)} on {sample}; {what} is no finite number. Return a float, or a dict "
-                "with a float under 'score'."
+                f"reward: {self._name} returns {_short(value)} on {sample}; {what} is no finite number. Return a float, or a "
+                "dict with a float under 'score'."
             )
         return float(score)
 
@@ -101,8 +101,8 @@ def _load(config: FunctionReward) -> Callable[..., Any]:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
         raise RewardError(
-            f"reward.name = {config.name}: the function in {config.path} takes {inspect.signature(function)} ({error}); it must take "
-            f"the keyword arguments {', '.join(ARGUMENTS)}."
+            f"reward.name = {config.name}: the function in {config.path} takes {inspect.signature(function)} ({error}); it must "
+            f"take the keyword arguments {', '.join(ARGUMENTS)}."
         ) from None
     return function
 

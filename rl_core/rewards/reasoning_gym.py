@@ -12,7 +12,7 @@ from rl_core.errors import RewardError
 
 _NUMBER = re.compile(
     r"""(?:(?<![\w.,)\]])[-−])?               # a sign, unless it stands behind an operand: in "10-3" it subtracts
-    (?:\d{1,3}(?:,\d{3})+(?![\d])|\d+|(?=\.\d)(?<!\d))  # 1,234 or 1234, or nothing before .5
+    (?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\d)(?=\.\d))  # 1,234 or 1234, or nothing before .5
     (?:\.\d+)?(?:[eE][-+]?\d+)?""",
     re.VERBOSE,
 )
