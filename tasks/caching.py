@@ -15,7 +15,7 @@ from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.serializers import Serializer
 
-from tasks.store import Key, Reference
+from tasks.store import Key, Reference, Stage
 
 
 class StoreKeyPolicy(CachePolicy):
@@ -49,12 +49,12 @@ class ReferenceSerializer(Serializer):
         return reference
 
 
-def stage_task(function: Callable[..., Reference]) -> Task[..., Reference]:
-    """A Prefect task from `function(key, …) -> Reference`, cached under its key."""
-    return task(
-        function,
-        name=function.__name__,
+def stage_task(function: Callable[..., Reference], stage: Stage) -> Task[..., Reference]:
+    """A Prefect task of the stage's name from `function(key, …) -> Reference`, cached under its key."""
+    decorate = task(
+        name=stage.name,
         cache_policy=StoreKeyPolicy(),
         result_serializer=ReferenceSerializer(),
         persist_result=True,
     )
+    return decorate(function)

@@ -140,9 +140,10 @@ def produce(key: Key, make: Callable[[Path], dict[str, Any]], fresh: bool = Fals
         else:
             scratch = fresh_scratch(key.path)
         results = make(scratch)
-        if key.path.exists():
-            shutil.rmtree(set_aside(key.path))
+        replaced = set_aside(key.path) if key.path.exists() else None
         artifact = commit(scratch, key.path, kind=key.stage, key=key.value, components=key.components, results=results)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         return reference_of(artifact, "computed")
 
 
@@ -164,25 +165,25 @@ def lock_path(key: Key) -> Path:
 
 def manifests(stage: str) -> Iterator[dict[str, Any]]:
     """The manifests of all committed artifacts of a stage, newest first; unreadable ones are passed over."""
-    paths = (home() / "store" / stage).glob(f"[!.]*/{MANIFEST}")
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+    found = []
+    for path in (home() / "store" / stage).glob(f"[!.]*/{MANIFEST}"):
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found.append((path.stat().st_mtime_ns, json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError):  # damaged, or taken away by another process just now
             continue
+    for _, manifest in sorted(found, key=lambda pair: pair[0], reverse=True):
         if isinstance(manifest, dict) and isinstance(manifest.get("components"), dict):
             yield manifest
 
 
 def differences(key: Key) -> list[str]:
     """Names of the components in which a key differs from the most similar artifact of its stage; [] if there is none."""
-    best: list[str] | None = None
-    for manifest in manifests(key.stage):
-        other = manifest["components"]
-        names = sorted(name for name in key.components.keys() | other.keys() if key.components.get(name) != other.get(name))
-        if best is None or len(names) < len(best):
-            best = names
-    return best or []
+    others = (manifest["components"] for manifest in manifests(key.stage))
+    return min((_differing(other, key.components) for other in others), key=len, default=[])
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def flatten(value: Any, prefix: str) -> dict[str, Any]:

@@ -1,0 +1,19 @@
+"""What decides a training step by step; its digest names the run.
+
+A run goes on under it whatever else changes: code, library versions, number of ranks, micro-batches, saving, length.
+"""
+
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.rewards import reward_fingerprint
+
+
+def training_identity(config: Config, dataset: str, base: str) -> dict[str, Any]:
+    """Inputs by the digests of their artifacts, reward by its content, model, rollout, algorithm, optimizer, seed."""
+    return {
+        "config": config.training_identity(),
+        "reward": reward_fingerprint(config.reward),
+        "dataset": dataset,
+        "base": base,
+    }
