@@ -34,13 +34,14 @@ from rl_core.digests import digest_json
 from rl_core.distributed import World, joined
 from rl_core.entry import run_program
 from rl_core.errors import BrokenArtifact, ConfigError
+from rl_core.identity import training_identity
 from rl_core.learner import Learner
 from rl_core.locks import locked
 from rl_core.metrics import RunLog
 from rl_core.models.build import build_critic, build_policy
 from rl_core.models.source import load_tokenizer, load_tokenizer_dir, model_fingerprint, resolve, tokenizer_fingerprint
 from rl_core.ppo import Run, train
-from rl_core.rewards import build_reward, probe, reward_fingerprint
+from rl_core.rewards import build_reward, probe
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 
@@ -98,8 +99,9 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
-    key = run_identity(config, dataset, base)
+    key = digest_json(training_identity(config, dataset.digest, base.digest))
     _check_can_go_on(latest, key, total, output)
+    _check_positions(config, dataset, base)
 
     def policy(trainable: bool) -> Any:
         return build_policy(base.path, config, world.device, world.mesh, trainable)
@@ -148,18 +150,6 @@ def export(run: Run, base: Artifact, output: Path) -> None:
     run.log.line(f"Policy of step {run.total_steps} exported to {policy}")
 
 
-def run_identity(config: Config, dataset: Artifact, base: Artifact) -> str:
-    """What decides a training's outcome step by step: inputs, reward, model, algorithm, optimizer, seed."""
-    return digest_json(
-        {
-            "config": config.training_identity(),
-            "reward": reward_fingerprint(config.reward),
-            "dataset": dataset.digest,
-            "base": base.digest,
-        }
-    )
-
-
 def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path) -> None:
     if latest is None:
         return
@@ -172,6 +162,19 @@ def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path
         raise ConfigError(
             f"trainer.max_steps: the run in {output} has {latest.results['step']} steps already, more than the {total} wanted. "
             "Raise it, or start over (ppoflow run --fresh, or another --output_dir)."
+        )
+
+
+def _check_positions(config: Config, dataset: Artifact, base: Artifact) -> None:
+    """Refuse now what would end the run at the first rollout of the longest prompt."""
+    from transformers import AutoConfig
+
+    longest = dataset.results["prompt_length"]["max"]
+    positions = getattr(AutoConfig.from_pretrained(base.path).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + config.rollout.max_new_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {config.rollout.max_new_tokens} behind the longest prompt ({longest} tokens) is more than "
+            f"the {positions} positions of the model. Lower it, or data.max_prompt_length."
         )
 
 
