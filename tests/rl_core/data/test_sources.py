@@ -15,6 +15,7 @@ import pytest
 
 from rl_core.config.data import DataConfig
 from rl_core.data import values
+from rl_core.data.generate import create
 from rl_core.data.sources import read_rows, source_fingerprint
 from rl_core.errors import ConfigError, DataError
 
@@ -185,22 +186,29 @@ def test_values_survive_json():
 def test_settings_and_version_of_a_generator_enter_the_fingerprint():
     base = source_fingerprint(gym())
     assert base["version"]
-    assert len({str(source_fingerprint(gym(**change))) for change in ({}, {"seed": 1}, {"size": 6}, {"options": {"max_terms": 4}})}) == 4
+    assert (
+        len({str(source_fingerprint(gym(**change))) for change in ({}, {"seed": 1}, {"size": 6}, {"options": {"max_terms": 4}})})
+        == 4
+    )
     assert source_fingerprint(gym()) == base
 
 
+def test_an_unknown_generator_is_named():
+    with pytest.raises(ConfigError, match=r"data.source.dataset = 'chain_sun'.*did you mean chain_sum\?"):
+        read_rows(gym("chain_sun"))
+
+
 @pytest.mark.parametrize(
-    ("config", "kind", "words"),
+    ("options", "words"),
     [
-        (gym("chain_sun"), ConfigError, ["data.source.dataset", "chain_sun", "did you mean chain_sum"]),
-        (gym(options={"min_term": 2}), ConfigError, ["data.source.options.min_term", "did you mean min_terms"]),
-        (gym(options={"seed": 2}), ConfigError, ["data.source.seed"]),
-        (gym(options={"min_terms": 99}), ConfigError, ["data.source.options", "max_terms must be >= min_terms"]),
+        ({"min_term": 2}, ["data.source.options.min_term", "did you mean min_terms"]),
+        ({"seed": 2}, ["data.source.seed"]),
+        ({"min_terms": 99}, ["data.source.options", "max_terms must be >= min_terms"]),
     ],
 )
-def test_reasoning_gym_errors(config, kind, words):
-    with pytest.raises(kind) as caught:
-        read_rows(config)
+def test_generator_options(options, words):
+    with pytest.raises(ConfigError) as caught:
+        create("chain_sum", 5, 0, options)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -215,9 +223,21 @@ def test_reasoning_gym_errors(config, kind, words):
         ("a.jsonl", "", "a.jsonl", DataError, ["a.jsonl", "is empty"]),
         ("a.jsonl", "\n", "a.jsonl", DataError, ["a.jsonl", "has no rows"]),
         ("a.csv", "prompt,answer\n", "a.csv", DataError, ["has no rows"]),
-        ("a.jsonl", '{"prompt": "x"}\n{"prompt":\n', "a.jsonl", DataError, ["a.jsonl", "cannot be read as json", "JSON parse error"]),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}\n{"prompt":\n',
+            "a.jsonl",
+            DataError,
+            ["a.jsonl", "cannot be read as json", "JSON parse error"],
+        ),
         ("a.parquet", "x", "a.parquet", DataError, ["cannot be read as parquet"]),
-        ("a.jsonl", '{"promt": "x", "answer": "1"}\n', "a.jsonl", DataError, ["data.prompt_column", "promt, answer", "mean promt?"]),
+        (
+            "a.jsonl",
+            '{"promt": "x", "answer": "1"}\n',
+            "a.jsonl",
+            DataError,
+            ["data.prompt_column", "promt, answer", "mean promt?"],
+        ),
         ("a.jsonl", '{"prompt": "x"}\n', "a.jsonl", DataError, ["data.answer_column", "null"]),
     ],
 )

@@ -1,0 +1,189 @@
+"""Verifiers, user functions, and what a user reads when a reward is wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.reward import FunctionReward, ReasoningGymReward
+from rl_core.data import values
+from rl_core.data.generate import create, row
+from rl_core.data.prompts import Prompt
+from rl_core.errors import RewardError
+from rl_core.rewards import build_reward, probe, reward_fingerprint
+from rl_core.rewards.reasoning_gym import EXTRACT
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "home"))
+
+
+def prompt(**fields) -> Prompt:
+    return Prompt(
+        **{
+            "prompt_id": "a" * 64,
+            "input_ids": [1],
+            "text": "<u>1+1=",
+            "question": "1+1=",
+            "ground_truth": "2",
+            "data_source": "sums",
+            "extra_info": {"level": 3},
+        }
+        | fields
+    )
+
+
+def gym_prompt(name: str, index: int = 0, **options) -> Prompt:
+    """As it comes back from a shard."""
+    made = row(create(name, 3, 1, options)[index], {"dataset": name, "options": options})
+    extra = values.loads(values.dumps({key: made[key] for key in ("metadata", "entry", "generator")}))
+    return prompt(question=made["prompt"], ground_truth=made["answer"], data_source=name, extra_info=extra)
+
+
+@pytest.mark.parametrize(
+    ("extract", "response", "expected"),
+    [
+        ("last_number", "3 + 4 = 7.", "7"),
+        ("last_number", "It is 1,234.", "1234"),
+        ("last_number", "= -1,234,567!", "-1234567"),
+        ("last_number", "-3", "-3"),
+        ("last_number", "The result is −3.", "-3"),
+        ("last_number", "10-3", "3"),
+        ("last_number", "(2)-3", "3"),
+        ("last_number", "8 - -3", "-3"),
+        ("last_number", "3.5.", "3.5"),
+        ("last_number", "$1,234.50", "1234.50"),
+        ("last_number", ".5", ".5"),
+        ("last_number", "1, 2, 3", "3"),
+        ("last_number", "1,2", "2"),
+        ("last_number", "**7**", "7"),
+        ("last_number", "no idea", ""),
+        ("last_number", "", ""),
+        ("answer_tag", "<answer>1</answer> or <answer> 2\n</answer>", "2"),
+        ("answer_tag", "<answer>1", ""),
+        ("answer_tag", "7", ""),
+        ("text", " 7 ", " 7 "),
+    ],
+)
+def test_extraction(extract, response, expected):
+    assert EXTRACT[extract](response) == expected
+
+
+def test_verifier_scores():
+    right = gym_prompt("chain_sum", min_terms=2, max_terms=2)
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
+    answers = [f"The sum is {right.ground_truth}.", "The sum is 0.", "", "I do not know."]
+    assert reward([right] * 4, answers) == [1.0, 0.0, 0.0, 0.0]
+    probe(reward, [right, gym_prompt("chain_sum", 1)])
+
+
+@pytest.mark.parametrize("name", ["arc_agi", "rearc", "countdown", "basic_arithmetic", "gsm_symbolic", "knights_knaves"])
+def test_an_entry_from_a_shard_scores_like_a_fresh_one(name):
+    """Plain JSON would make the tuples of `arc_agi` lists, and its right answers wrong."""
+    generator = create(name, 3, 1, {})
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text"))
+    for index in range(3):
+        entry = generator[index]
+        response = entry["answer"] or "0"
+        assert reward([gym_prompt(name, index)], [response]) == [generator.score_answer(response, entry)]
+
+
+def test_the_generator_s_options_count():
+    """puzzle24 and others score by their configuration; a composite by that of its parts."""
+    parts = {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 2}}]}
+    mixed = gym_prompt("composite", **parts)
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
+    assert reward([mixed], [f"= {mixed.ground_truth}"]) == [1.0]
+
+
+def test_a_response_that_the_verifier_cannot_parse_is_worth_nothing():
+    """`prime_factorization`'s verifier raises ValueError on a word."""
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text"))
+    assert reward([gym_prompt("prime_factorization")], ["seven"]) == [0.0]
+
+
+def test_reasoning_gym_on_other_data():
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
+    with pytest.raises(RewardError, match=r"reward.kind.*data.source.kind"):
+        probe(reward, [prompt()])
+
+
+def function(tmp_path: Path, code: str, name: str = "compute_score") -> FunctionReward:
+    path = tmp_path / "reward.py"
+    path.write_text(code, encoding="utf-8")
+    return FunctionReward(kind="function", path=str(path), name=name)
+
+
+SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+
+
+@pytest.mark.parametrize("result", ["{}", "{{'score': {}, 'more': 1}}"])
+def test_function_gets_the_sample(tmp_path, result):
+    body = SIGNATURE + "    value = (data_source == 'sums') + 10 * (solution_str == ground_truth) + 100 * extra_info['level']\n"
+    reward = build_reward(function(tmp_path, body + "    return " + result.format("value")))
+    assert reward([prompt(), prompt(data_source="x")], ["2", "3"]) == [311.0, 300.0]
+    probe(reward, [prompt()])
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "words"),
+    [
+        ("def compute_scores(**all): return 1", "compute_score", ["reward.name", "reward.py", "did you mean compute_scores"]),
+        ("x = 1", "compute_score", ["has no function"]),
+        ("def compute_score(text): return 1", "compute_score", ["takes (text)", "solution_str"]),
+        (SIGNATURE + "  return 1\n1/0", "compute_score", ["reward.path", "cannot be imported", "ZeroDivisionError"]),
+        ("def (", "compute_score", ["cannot be imported", "SyntaxError"]),
+    ],
+)
+def test_functions_that_cannot_be_loaded(tmp_path, code, name, words):
+    with pytest.raises(RewardError) as caught:
+        build_reward(function(tmp_path, code, name))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 'good'", ["'good'", "no finite number"]),
+        ("return None", ["None"]),
+        ("return float('nan')", ["nan"]),
+        ("return float('inf')", ["inf"]),
+        ("return {'points': 1}", ["'score'"]),
+        ("return {'score': float('nan')}", ["nan"]),
+        ("return int(solution_str)", ["raises ValueError", "invalid literal"]),
+    ],
+)
+def test_a_bad_result_names_function_and_sample(tmp_path, body, words):
+    reward = build_reward(function(tmp_path, SIGNATURE + "    " + body))
+    with pytest.raises(RewardError) as caught:
+        probe(reward, [prompt()])
+    message = str(caught.value)
+    assert all(word in message for word in [*words, "compute_score in", "reward.py", "aaaaaaaaaaaa", "'1+1='", "'2'"]), message
+
+
+def test_the_original_exception_is_chained(tmp_path):
+    reward = build_reward(function(tmp_path, SIGNATURE + "    return {}['x']"))
+    with pytest.raises(RewardError) as caught:
+        reward([prompt()], ["2"])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_missing_file(tmp_path):
+    config = FunctionReward(kind="function", path=str(tmp_path / "no.py"))
+    for use in (build_reward, reward_fingerprint):
+        with pytest.raises(RewardError, match=r"reward.path.*no such file"):
+            use(config)
+
+
+def test_fingerprints(tmp_path):
+    config = function(tmp_path, SIGNATURE + "    return 1")
+    first = reward_fingerprint(config)
+    other = tmp_path / "elsewhere.py"
+    os.link(config.path, other)
+    assert reward_fingerprint(FunctionReward(kind="function", path=str(other))) == first
+    assert reward_fingerprint(function(tmp_path, SIGNATURE + "    return 2")) != first
+    gym = [reward_fingerprint(ReasoningGymReward(kind="reasoning_gym", extract=extract)) for extract in EXTRACT]
+    assert len(set(map(json.dumps, gym))) == 3
+    assert gym[0]["version"]
