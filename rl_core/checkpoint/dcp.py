@@ -1,0 +1,192 @@
+"""Flat dictionaries of tensors as torch.distributed.checkpoint directories, written and read without trust.
+
+What DCP leaves open and this closes: its `.metadata` is an unrestricted pickle and its bytes entries are unpickled with
+`weights_only=False`, so both could run code; superfluous keys are ignored silently; other types are cast silently; and
+what it writes differs from time to time although the tensors do not. Here equal tensors give equal files.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+
+from rl_core.checkpoint.metadata import read_metadata
+from rl_core.checkpoint.together import together
+from rl_core.errors import BrokenArtifact, ModelError, StoreError
+
+FILE_BYTES = 2**30
+"""A file is closed when it has reached this size."""
+
+
+def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
+    """Write tensors to a new directory. Collective where torch.distributed is initialised.
+
+    Args:
+        tensors: the same names on all ranks. Of a DTensor each rank writes its shards, of a plain tensor (equal on all
+            ranks) one rank its content.
+        directory: without a checkpoint; the same on all ranks.
+
+    Raises:
+        StoreError: a rank could not write (on all ranks).
+    """
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, Tensor), f"{name}: only tensors are stored, not {type(tensor).__name__}"
+    write(directory, DefaultSavePlanner(flatten_state_dict=False), tensors, alone=not dist.is_initialized())
+
+
+def load_tensors(
+    tensors: dict[str, Tensor],
+    directory: Path,
+    strict: bool = True,
+    *,
+    ignored: Iterable[str] = (),
+    cast: bool = False,
+    alone: bool = False,
+) -> None:
+    """Read into `tensors`, in place; each rank reads what its shards need. Collective where torch.distributed is initialised.
+
+    Args:
+        tensors: destinations; written by any number of ranks, read by any number.
+        strict: refuse a directory that holds more than `tensors`.
+        ignored: names that it may hold although strict.
+        cast: convert other types instead of refusing them.
+        alone: one process reads for itself, although torch.distributed is initialised.
+
+    Raises:
+        ModelError: names, shapes or types differ.
+        BrokenArtifact: the directory is damaged or holds something else than tensors.
+    """
+
+    def check() -> None:
+        stored = stored_tensors(directory)
+        compare(tensors, stored, directory, ignored=set(ignored) if strict else set(stored), cast=cast)
+
+    check() if alone else together(check)
+    _read(SafeReader(directory), tensors, alone)
+
+
+def load_safetensors(tensors: dict[str, Tensor], directory: Path, *, ignored: Iterable[str] = ()) -> None:
+    """`load_tensors` from the safetensors files of a Hugging Face directory, converting types; names as in the files."""
+    reader = HuggingFaceStorageReader(str(directory))
+    together(
+        lambda: compare(tensors, _only_tensors(reader.read_metadata(), directory), directory, ignored=set(ignored), cast=True)
+    )
+    _read(reader, tensors, alone=False)
+
+
+def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Names, shapes (`.size`) and types (`.properties.dtype`) of what a DCP directory holds."""
+    return _only_tensors(read_metadata(directory), directory)
+
+
+def compare(
+    tensors: dict[str, Tensor], stored: dict[str, TensorStorageMetadata], where: Path, *, ignored: set[str], cast: bool
+) -> None:
+    """Raise a ModelError naming the first ten differences in names, shapes and (unless `cast`) types."""
+    problems = {
+        "missing": [name for name in tensors if name not in stored],
+        "superfluous": [name for name in stored if name not in tensors and name not in ignored],
+        "of another shape": [
+            f"{name} {list(stored[name].size)} instead of {list(tensor.shape)}"
+            for name, tensor in tensors.items()
+            if name in stored and stored[name].size != tensor.shape
+        ],
+        "of another type": [
+            f"{name} {stored[name].properties.dtype} instead of {tensor.dtype}"
+            for name, tensor in tensors.items()
+            if name in stored and not cast and stored[name].properties.dtype != tensor.dtype
+        ],
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
+        raise ModelError(
+            f"{where}: its tensors are not those of the model ({said}). Use the configuration that they were made with."
+        )
+
+
+class SafeReader(FileSystemReader):
+    """Reads `.metadata` without running anything."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+class _Writer(FileSystemWriter):
+    """Several files of bounded size, one after the other; no ids or paths in `.metadata`."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        import queue
+
+        files: queue.Queue = queue.Queue()
+        bundle: list = []
+        size = 0
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None, f"{item.index.fqn} is not a tensor"
+            size += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            bundle.append(item)
+            if size >= FILE_BYTES or item is plan.items[-1]:
+                name = f"{plan.storage_data.prefix}{files.qsize()}.distcp"
+                files.put((Path(self.path) / name, name, bundle))
+                bundle, size = [], 0
+        return self._write_data(planner, files)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise BrokenArtifact(f"{read_item.dest_index.fqn} is not a tensor.")
+
+    def create_local_plan(self) -> LoadPlan:
+        # Shards without elements (more ranks than rows) need nothing.
+        plan = super().create_local_plan()
+        plan.items = [item for item in plan.items if item.lengths.numel()]
+        return plan
+
+
+def write(directory: Path, planner: SavePlanner, tensors: dict[str, Any], alone: bool) -> None:
+    """Save what `planner` plans; errors of any rank become a StoreError on all."""
+    _quietly(lambda: dcp.save(tensors, storage_writer=_Writer(directory), planner=planner, no_dist=alone), directory, "written")
+
+
+def _read(reader: FileSystemReader, tensors: dict[str, Tensor], alone: bool) -> None:
+    planner: LoadPlanner = _Planner(flatten_state_dict=False)
+    alone = alone or not dist.is_initialized()
+    with torch.no_grad():
+        _quietly(
+            lambda: dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone), Path(reader.path), "read"
+        )
+
+
+def _quietly(action: Callable[[], Any], directory: Path, what: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            action()
+    except CheckpointException as failed:  # carries every rank's error, on every rank
+        reasons = "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failed.failures.items()))
+        raise StoreError(f"{directory} could not be {what} ({reasons}).") from failed
+    except (OSError, RuntimeError) as error:
+        raise StoreError(f"{directory} could not be {what} ({error}).") from error
+
+
+def _only_tensors(metadata: Metadata, directory: Path) -> dict[str, TensorStorageMetadata]:
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise BrokenArtifact(f"{directory}: {name} is not a tensor; only tensors are stored here.")
+        tensors[name] = entry
+    return tensors

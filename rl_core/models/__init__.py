@@ -1,0 +1,1 @@
+"""The models of a training: where the base comes from, and how actor, critic and reference are built from it."""
