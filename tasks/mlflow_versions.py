@@ -9,22 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.artifacts import MANIFEST, Artifact
-from rl_core.errors import StoreError
-from tasks.mlflow_registry import CHAMPION, DIGEST, RegistryError, champion_version, files_of, local_path
+from rl_core.errors import ConfigError, StoreError
+from tasks.mlflow_registry import (
+    CHAMPION,
+    DIGEST,
+    PREVIOUS,
+    RegistryError,
+    Version,
+    champion_version,
+    files_of,
+    find_version,
+    local_path,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
-    from mlflow.entities.model_registry import ModelVersion
 
-PREVIOUS = "ppoflow.previous_champion"
-"""Tag: the version that this one replaced as champion."""
+ROLLED_BACK = "ppoflow.rolled_back"
+"""Tag of a version: it was the champion until somebody rolled back to the version named here."""
 
 
 def register(
     client: "MlflowClient", name: str, policy: Artifact, *, tags: dict[str, str], experiment_id: str, run_id: str | None
-) -> "ModelVersion":
-    """The version of `name` that holds this policy: the one that exists (its tags brought up to date), else a new one.
+) -> tuple[Version, bool]:
+    """The version of `name` that holds this policy – the one that exists, its tags brought up to date, else a new one – and
+    whether it is new.
 
     Args:
         policy: a model in Hugging Face form.
@@ -33,25 +43,26 @@ def register(
     """
     from mlflow.exceptions import MlflowException
 
-    existing = client.search_model_versions(f"name = '{name}' and tags.`{DIGEST}` = '{policy.digest}'")
-    if existing:
-        version = min(existing, key=lambda version: int(version.version))
+    found = client.search_model_versions(f"name = '{name}' and tags.`{DIGEST}` = '{policy.digest}'")
+    if found:
+        version = min(map(Version.of, found), key=lambda version: int(version.number))
         for tag, value in tags.items():
             if version.tags.get(tag) != value:
-                client.set_model_version_tag(name, version.version, tag, value)
-        return version
+                client.set_model_version_tag(name, version.number, tag, value)
+        return version, False
     try:
         client.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     model = _logged_model(client, name, policy, experiment_id, run_id)
-    return client.create_model_version(
+    created = client.create_model_version(
         name, f"models:/{model.model_id}", run_id=run_id, tags={**tags, DIGEST: policy.digest}, model_id=model.model_id
     )
+    return Version.of(created), True
 
 
-def make_champion(client: "MlflowClient", version: "ModelVersion") -> None:
+def make_champion(client: "MlflowClient", version: Version) -> None:
     """Verify a version's files in full, remember the champion that it replaces, move the alias, read it back.
 
     Raises:
@@ -59,19 +70,47 @@ def make_champion(client: "MlflowClient", version: "ModelVersion") -> None:
         RegistryError: somebody else moved the alias at the same time.
     """
     files_of(client, version, remembered=False)
-    name, number = version.name, version.version
+    name, number = version.name, version.number
     current = champion_version(client, name)
-    if current is not None and current.version == number:
+    if current is not None and current.number == number:
         return
     if current is not None:
-        client.set_model_version_tag(name, number, PREVIOUS, current.version)
+        client.set_model_version_tag(name, number, PREVIOUS, current.number)
     elif PREVIOUS in version.tags:
         client.delete_model_version_tag(name, number, PREVIOUS)
+    _move_champion(client, name, number)
+    if ROLLED_BACK in version.tags:
+        client.delete_model_version_tag(name, number, ROLLED_BACK)
+
+
+def restore_previous(client: "MlflowClient", name: str) -> Version:
+    """Make the version that the champion replaced the champion again; returns it.
+
+    Raises:
+        ConfigError: there is no champion, or it replaced none.
+        BrokenArtifact: its files are not those that were registered.
+        RegistryError: somebody else moved the alias at the same time.
+    """
+    current = find_version(client, name, CHAMPION)
+    if PREVIOUS not in current.tags:
+        raise ConfigError(
+            f"Version {current.number}, the champion of {name}, replaced no other version, so there is nothing to roll back to. "
+            f"Choose a version yourself: `ppoflow promote {name} VERSION`."
+        )
+    previous = find_version(client, name, current.tags[PREVIOUS])
+    files_of(client, previous, remembered=False)
+    client.set_model_version_tag(name, current.number, ROLLED_BACK, previous.number)
+    _move_champion(client, name, previous.number)
+    return previous
+
+
+def _move_champion(client: "MlflowClient", name: str, number: str) -> None:
+    """Set the alias and read it back."""
     client.set_registered_model_alias(name, CHAMPION, number)
     now = champion_version(client, name)
-    if now is None or now.version != number:
+    if now is None or now.number != number:
         raise RegistryError(
-            f"The champion of {name} was moved to version {now and now.version} by somebody else at the same time; version "
+            f"The champion of {name} was moved to version {now and now.number} by somebody else at the same time; version "
             f"{number} is not the champion. Look at both in MLflow, then `ppoflow promote {name} {number}` if it should be."
         )
 
