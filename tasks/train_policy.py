@@ -29,6 +29,7 @@ from tasks.tracking import Tracking, steps_logged
 
 logger = logging.getLogger(__name__)
 
+PROGRAM = "rl_core.train"
 STAGE = Stage("train_policy", version=1, sources=("rl_core",), libraries=("torch", "transformers"))
 COPIED = ("metrics.jsonl", "train.log", "config.yaml")
 """Beside the policy's own files, so that a finished run can be looked at without its directory."""
@@ -120,7 +121,7 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
     tracking = _tracking(config, run.key, fresh)
     with following(run.directory / "metrics.jsonl", [tracking, Progress(run.steps)]):
         run_ranks(
-            "rl_core.train",
+            PROGRAM,
             [
                 f"--config_path={config_path}", f"--output_dir={run.directory}",
                 f"--dataset={dataset.path}", f"--base={base.path}",
@@ -131,7 +132,7 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
         )  # fmt: skip
     policy = run.policy()
     if policy is None:
-        raise TrainingCrashed(f"rl_core.train ended without a policy of step {run.steps}; see {run.directory / 'train.log'}.")
+        raise TrainingCrashed(f"{PROGRAM} ended without a policy of step {run.steps}; see {run.directory / 'train.log'}.")
     return policy
 
 
