@@ -99,7 +99,7 @@ def load(files: list[Path], kind: str, cache: Path) -> Any:
     except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, ValueError, TypeError, KeyError, OSError) as error:
         if "corresponds to no data" in str(error):
             raise DataError(f"data.source.path: {names} has no rows.") from None
-        reason = " ".join(str(error.__cause__ or error).split())[:500]
+        reason = " ".join(str(error.__cause__ or error).split())[:500].rstrip(".")
         raise DataError(
             f"data.source.path: {names} cannot be read as {kind}: {reason}. Set data.source.format if it is something else."
         ) from error

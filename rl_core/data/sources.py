@@ -124,7 +124,7 @@ def _hub(source: HubSource) -> Any:
             source.name, source.subset, split=source.split, revision=commit, cache_dir=str(writable(home() / "datasets" / "hub"))
         )
     except (datasets.exceptions.DatasetsError, ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:500]
+        reason = " ".join(str(error.__cause__ or error).split())[:500].rstrip(".")
         raise DataError(
             f"data.source: {source.name} (subset {source.subset}, split {source.split}, commit {commit}) cannot be read: "
             f"{reason}. Check data.source.subset and data.source.split, and that the hub can be reached."
@@ -143,8 +143,8 @@ def _commit(source: HubSource) -> str:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"data.source.name = {source.name}, revision {source.revision or 'newest'}: the Hugging Face hub does not give it "
-            f"({reason}). Check name, network and HF_TOKEN; with data.source.revision set to a full commit the hub is not asked "
-            "again for what was read once, and local files work with data.source.kind = files."
+            f"({reason}). Check name, network and HF_TOKEN. Where data.source.revision is a full commit, a run whose stages are "
+            "all cached needs no hub; data.source.kind = files never does."
         ) from error
     assert commit is not None
     return commit

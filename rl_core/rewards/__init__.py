@@ -1,13 +1,15 @@
 """What a response is worth: `build_reward` makes the configured reward a function of prompts and responses."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import FunctionReward, ReasoningGymReward
-from rl_core.data.prompts import Prompt
 from rl_core.rewards import function, reasoning_gym
 
-Reward = Callable[[list[Prompt], list[str]], list[float]]
+if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
+    from rl_core.data.prompts import Prompt
+
+Reward = Callable[["list[Prompt]", list[str]], list[float]]
 
 _PROBED = 4
 
@@ -35,7 +37,7 @@ def reward_fingerprint(config: ReasoningGymReward | FunctionReward) -> dict[str,
     return function.fingerprint(config)
 
 
-def probe(reward: Reward, prompts: list[Prompt]) -> None:
+def probe(reward: Reward, prompts: "list[Prompt]") -> None:
     """Judge a dummy response to each of a few real prompts, so that a wrong reward is found before a model is loaded.
 
     Raises:

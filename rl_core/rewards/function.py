@@ -7,12 +7,14 @@ import math
 import numbers
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import FunctionReward
-from rl_core.data.prompts import Prompt
 from rl_core.digests import digest_file
 from rl_core.errors import RewardError
+
+if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
+    from rl_core.data.prompts import Prompt
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -28,7 +30,7 @@ class UserFunction:
         self._name = f"{config.name} in {config.path}"
         self._function = _load(config)
 
-    def __call__(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+    def __call__(self, prompts: "list[Prompt]", responses: list[str]) -> list[float]:
         """One number for each response.
 
         Raises:
@@ -36,7 +38,7 @@ class UserFunction:
         """
         return [self._score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
-    def _score(self, prompt: Prompt, response: str) -> float:
+    def _score(self, prompt: "Prompt", response: str) -> float:
         sample = (
             f"prompt {prompt.prompt_id[:12]} {_short(prompt.question)}, response {_short(response)}, "
             f"ground_truth {_short(prompt.ground_truth)}"

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import ReasoningGymReward
 from rl_core.data.generate import create, entry_of, version
-from rl_core.data.prompts import Prompt
 from rl_core.digests import canonical
 from rl_core.errors import RewardError
+
+if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
+    from rl_core.data.prompts import Prompt
 
 _NUMBER = re.compile(
     r"""(?:(?<![\w.,)\]])[-−])?               # a sign, unless it stands behind an operand: in "10-3" it subtracts
@@ -47,7 +49,7 @@ class Verifier:
         self._extract = EXTRACT[config.extract]
         self._generators: dict[bytes, Any] = {}
 
-    def __call__(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+    def __call__(self, prompts: "list[Prompt]", responses: list[str]) -> list[float]:
         """Scores, mostly in [0, 1]; a response that the verifier cannot parse gets 0.
 
         Raises:
@@ -55,7 +57,7 @@ class Verifier:
         """
         return [self._score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
-    def _score(self, prompt: Prompt, response: str) -> float:
+    def _score(self, prompt: "Prompt", response: str) -> float:
         entry = entry_of(prompt.extra_info)
         generator = self._generator(prompt.extra_info["generator"], entry)
         try:
