@@ -177,6 +177,9 @@ def _quietly(action: Callable[[], Any], directory: Path, what: str) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             action()
     except CheckpointException as failed:  # carries every rank's error, on every rank
+        for error, _ in failed.failures.values():
+            if not isinstance(error, Exception):  # Ctrl-C stays Ctrl-C
+                raise error from None
         reasons = "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failed.failures.items()))
         raise StoreError(f"{directory} could not be {what} ({reasons}).") from failed
     except (OSError, RuntimeError) as error:
