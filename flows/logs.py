@@ -15,6 +15,11 @@ from rl_core.home import home, writable
 TRACEBACK = "PPOFLOW_TRACEBACK"
 PREFECT_LOGGERS = ("prefect", "prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
+SAID_BY_THE_CLI = (
+    "Task run failed", "Encountered exception", "Finished in state Failed", "Finished in state Crashed", "Crash detected!",
+)  # fmt: skip
+CHATTER = ("temporary server", "Still processing items")
+
 
 def set_up() -> None:
     """Show what the stages report, and drop the tracebacks of `PpoflowError`s, on the console and in Prefect's UI.
@@ -49,9 +54,4 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _worth_reading(record: logging.LogRecord) -> bool:
-    message = str(record.msg)
-    if record.name == "prefect":
-        return "temporary server" not in message
-    if record.name in PREFECT_LOGGERS and record.levelno >= logging.ERROR:
-        return not message.startswith(("Task run failed", "Encountered exception", "Finished in state", "Process for flow run"))
-    return True
+    return not str(record.msg).startswith(SAID_BY_THE_CLI) and not any(words in str(record.msg) for words in CHATTER)
