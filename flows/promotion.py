@@ -40,5 +40,5 @@ def rollback(name: str) -> str:
     return f"The champion of {name} is version {previous.number} again."
 
 
-promote_policy = flow(promote, name="promote-policy")
-rollback_policy = flow(rollback, name="rollback-policy")
+promote_policy = flow(name="promote-policy")(promote)
+rollback_policy = flow(name="rollback-policy")(rollback)

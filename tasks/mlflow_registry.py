@@ -72,11 +72,12 @@ def registry(purpose: str) -> Iterator["MlflowClient"]:
         RegistryError: MLflow failed inside the block; retries are bounded by `tasks.environment`.
     """
     import mlflow
+    import requests
     from mlflow.exceptions import MlflowException
 
     try:
         yield mlflow.MlflowClient()
-    except MlflowException as error:
+    except (MlflowException, requests.RequestException) as error:
         reason = " ".join(str(error).split())[:300]
         text = (
             f"MLflow at {mlflow.get_tracking_uri()} could not {purpose}: {reason} Check that it runs and that "

@@ -53,12 +53,13 @@ def show_in_mlflow(evaluation: Artifact, run_key: str) -> None:
                 return
             for name in FILES:
                 client.log_artifact(run_id, str(evaluation.path / name), "evaluation")
-            client.log_table(run_id, _table(evaluation), "evaluation/samples.json")
+            # a table of the same name would be appended to
+            client.log_table(run_id, _table(evaluation), f"evaluation/samples-{evaluation.key[:8]}.json")
             for model, means in evaluation.results.items():
                 for metric, mean in means.items():
                     client.log_metric(run_id, f"evaluation/{model}/{metric}", mean)
             client.set_tag(run_id, EVALUATION, evaluation.key)
-    except RegistryError as error:
+    except (RegistryError, OSError) as error:
         logger.warning("%s The evaluation is in %s and is logged when it is registered.", error, evaluation.path)
 
 

@@ -69,6 +69,12 @@ def tiny_evaluation(policy: Reference, reward: float, base: float = 0.2, champio
             "digests": {"base": BASE.digest, "champion": champion[0] if champion else None, "policy": policy.digest},
         }
         (scratch / "report.json").write_text(json.dumps(report), encoding="utf-8")
+        for name in ("report.md", "samples.md", "learning_curve.png", "rewards.png"):
+            (scratch / name).write_text(name, encoding="utf-8")
+        (scratch / "samples").mkdir()
+        for name in (name for name in ("base", "champion", "policy") if report[name]):
+            row = {"prompt_id": "p", "prompt": "1+1=", "response": name, "reward": 0.5, "ground_truth": "two"}
+            (scratch / "samples" / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
         return {"policy": {"reward": reward, "accuracy": reward / 2}}
 
     return produce(Key("evaluate_policy", digest_json([policy.digest, reward, base, champion]), {}), make)

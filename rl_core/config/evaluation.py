@@ -43,8 +43,8 @@ class GateConfig(Section):
 class RegistryConfig(Section):
     """The registered model in MLflow."""
 
-    name: Annotated[Runtime[str], Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    """Name of the registered model."""
+    name: Annotated[Runtime[str], Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    """Name of the registered model; MLflow allows no dot in it."""
 
     experiment: Runtime[str] = "ppoflow"
     """MLflow experiment of the runs."""

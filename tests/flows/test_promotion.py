@@ -43,9 +43,7 @@ def test_promote_and_roll_back_along_the_history() -> None:
     assert rollback("history") == "The champion of history is version 2 again."
     rollback("history")
     assert champion_of("history") == "1"
-    with pytest.raises(
-        ConfigError, match=r"Version 1, the champion of history, replaced no other.*ppoflow promote history VERSION"
-    ):
+    with pytest.raises(ConfigError, match=r"Version 1, the champion of history, replaced no other .*ppoflow promote history"):
         rollback("history")
     assert champion_of("history") == "1"
 

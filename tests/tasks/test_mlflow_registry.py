@@ -128,7 +128,7 @@ def test_a_changed_file_is_noticed(registry_home: Path) -> None:
 def test_rot_without_a_time_stamp_is_found_before_promotion(registry_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_core.digests._stamp", lambda path: "untouched")
     registered("rotten", tiny_policy("rotten"))
-    weights = files_in_mlflow("rotten", "1") / "model.safetensors"
+    weights = resolve_model_uri("models:/rotten/1") / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)

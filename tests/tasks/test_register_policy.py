@@ -98,7 +98,7 @@ def test_registering_again_changes_nothing(registry_home: Path) -> None:
 )
 def test_the_gate_against_a_champion(registry_home: Path, gate: dict[str, object], reward: float, holds: bool) -> None:
     """Accuracies are half the rewards; the champion has reward 0.5."""
-    name = f"gate-{'-'.join(map(str, gate.values()))}-{reward}"
+    name = f"gate-{'-'.join(map(str, [*gate.values(), reward]))}".replace(".", "_")
     old, new = tiny_policy(name, 0), tiny_policy(name, 1)
     register(name, old, tiny_evaluation(old, reward=0.5))
     evaluation = tiny_evaluation(new, reward=reward, champion=(old.digest, 0.5))
@@ -147,14 +147,27 @@ def test_a_changed_file_keeps_a_policy_from_becoming_champion(registry_home: Pat
     assert (policy.path / MANIFEST).exists()
 
 
-def test_the_version_belongs_to_the_run_that_trained_it(registry_home: Path) -> None:
+def test_the_run_that_trained_it_has_the_version_and_the_evaluation(registry_home: Path) -> None:
     policy = tiny_policy("run")
+    evaluation = tiny_evaluation(policy, reward=0.3)
+    table_name = f"samples-{evaluation.key[:8]}.json"
     with registry("make a run") as client:
         experiment = experiment_id("registration tests")
-        run = client.create_run(experiment, tags={RUN_KEY: policy.open().results["run_key"]})
-    register("run", policy, tiny_evaluation(policy, reward=0.3))
+        run_id = client.create_run(experiment, tags={RUN_KEY: policy.open().results["run_key"]}).info.run_id
+    for _ in range(2):
+        register("run", policy, evaluation)
     with registry("look") as client:
-        assert client.get_model_version("run", "1").run_id == run.info.run_id
+        assert client.get_model_version("run", "1").run_id == run_id
+        logged = {file.path.removeprefix("evaluation/") for file in client.list_artifacts(run_id, "evaluation")}
+        assert logged == {"learning_curve.png", "report.json", "report.md", "rewards.png", table_name, "samples.md"}
+        assert client.get_run(run_id).data.metrics == {"evaluation/policy/reward": 0.3, "evaluation/policy/accuracy": 0.15}
+        table = client.load_table(experiment, f"evaluation/{table_name}", [run_id])
+    assert table.to_dict("records") == [
+        {
+            "prompt": "1+1=", "ground_truth": "two", "base_response": "base", "base_reward": 0.5, "policy_response": "policy",
+            "policy_reward": 0.5,
+        }
+    ]  # fmt: skip
 
 
 CONTENDER = """
@@ -171,6 +184,8 @@ def test_two_at_once_do_not_overwrite_each_other(registry_home: Path) -> None:
     """Both beat the champion that they were compared with; who comes second is not promoted over the one it has not met."""
     old = tiny_policy("race")
     register("race", old, tiny_evaluation(old, reward=0.5))
+    for seed in (1, 2):
+        tiny_policy("race", seed)
     command = [sys.executable, "-c", CONTENDER, "race"]
     contenders = [
         subprocess.Popen([*command, str(seed), reward, old.digest], stdout=subprocess.PIPE, text=True)
@@ -189,6 +204,6 @@ def test_a_dead_server_is_said_and_nothing_is_lost(registry_home: Path, monkeypa
         with monkeypatch.context() as dead:
             dead.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
             dead.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-            with pytest.raises(RegistryError, match="could not register the policy as dead.*run the same command again"):
+            with pytest.raises(RegistryError, match=r"could not register the policy as dead.*run the same command again"):
                 register("dead", policy, evaluation)
     assert register("dead", policy, evaluation).aliases == ["candidate", "champion"]
