@@ -1,5 +1,6 @@
 """How many ranks and threads this host has room for, found without importing torch."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -47,10 +48,11 @@ def gpu_count(environment: Mapping[str, str] = os.environ, driver: Path = NVIDIA
     return count if present else 0
 
 
+@functools.cache
 def _present(driver: Path) -> int:
-    if driver.is_dir():
-        return sum(1 for _ in driver.iterdir())
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    """In a container the tool shows its share of the host's GPUs; /proc may show all of them."""
+    if shutil.which("nvidia-smi") is not None:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        if listing.returncode == 0:
+            return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return sum(1 for _ in driver.iterdir()) if driver.is_dir() else 0

@@ -30,13 +30,13 @@ def test_gpu_count_without_a_driver(tmp_path, monkeypatch):
     assert gpu_count({}, tmp_path / "none") == 0
 
 
-def test_gpu_count_by_nvidia_smi(tmp_path, monkeypatch):
-    """Where /proc shows nothing; a MIG slice listed below its GPU is no GPU."""
+def test_gpu_count_by_nvidia_smi(eight, tmp_path, monkeypatch):
+    """A MIG slice listed below its GPU is no GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho '  MIG 1g.18gb (UUID: MIG-2)'\necho 'GPU 1: H200'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert gpu_count({}, tmp_path / "none") == 2
+    assert gpu_count({}, eight) == 2  # not the host's eight
 
 
 def test_rank_and_thread_counts(monkeypatch):
