@@ -100,7 +100,7 @@ def _result_line(result: dict[str, Any]) -> str:
 
 
 def _short(artifact: str) -> str:
-    """Relative to the home, its key cut to twelve digits."""
+    """Relative to the home, its key cut to eight digits."""
     relative = artifact.removeprefix(f"{home()}/")
     head, _, key = relative.rpartition("/")
-    return f"{head}/{key[:12]}…" if len(key) == 64 else relative
+    return f"{head}/{key[:8]}…" if len(key) == 64 else relative

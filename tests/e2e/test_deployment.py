@@ -85,7 +85,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def prefect(tmp_path: Path) -> Iterator[Prefect]:
+def servers(tmp_path: Path) -> Iterator[Prefect]:
     """`make servers` on free ports, and a shell with the lines that it prints."""
     home = tmp_path / "home"
     ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
@@ -106,7 +106,7 @@ def prefect(tmp_path: Path) -> Iterator[Prefect]:
         yield Prefect(home, environment(home, **exports))
 
 
-def deploy(prefect: Prefect, directory: Path) -> None:
+def deploy(servers: Prefect, directory: Path) -> None:
     """infra/prefect.yaml with a tiny configuration, given as a whole, and a schedule that fires once within seconds."""
     project = yaml.safe_load((ROOT / "infra" / "prefect.yaml").read_text(encoding="utf-8"))
     (deployment,) = project["deployments"]
@@ -117,7 +117,7 @@ def deploy(prefect: Prefect, directory: Path) -> None:
     deployment["parameters"] = {"config": tiny_settings(directory)}
     path = directory / "prefect.yaml"
     path.write_text(yaml.safe_dump(project), encoding="utf-8")
-    prefect.run("--no-prompt", "deploy", "--prefect-file", str(path), "--all")
+    servers.run("--no-prompt", "deploy", "--prefect-file", str(path), "--all")
 
 
 def processes_of(home: Path, program: str) -> list[psutil.Process]:
@@ -133,32 +133,32 @@ def processes_of(home: Path, program: str) -> list[psutil.Process]:
     return found
 
 
-def test_schedule_kill_and_retry(prefect: Prefect, tmp_path: Path) -> None:
-    prefect.run("work-pool", "create", "local", "--type", "process")
-    deploy(prefect, tmp_path)
-    with stopped_at_the_end(prefect.start("worker", "start", "--pool", "local")) as worker:
-        scheduled = wait_for(lambda: prefect.ended(scheduled=True), 150)
+def test_schedule_kill_and_retry(servers: Prefect, tmp_path: Path) -> None:
+    servers.run("work-pool", "create", "local", "--type", "process")
+    deploy(servers, tmp_path)
+    with stopped_at_the_end(servers.start("worker", "start", "--pool", "local")) as worker:
+        scheduled = wait_for(lambda: servers.ended(scheduled=True), 150)
         assert scheduled["state_type"] == "COMPLETED", scheduled["state"]["message"]
 
         parameters = {"config": str(tiny_config(tmp_path)), "overrides": {"trainer.seed": 1, "trainer.max_steps": 40}}
-        before = set((prefect.home / "runs").iterdir())
-        watching = prefect.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
+        before = set((servers.home / "runs").iterdir())
+        watching = servers.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
 
         def first_checkpoint() -> Path | None:
-            (run_directory,) = set((prefect.home / "runs").iterdir()) - before or [None]
+            (run_directory,) = set((servers.home / "runs").iterdir()) - before or [None]
             return next(run_directory.glob("checkpoints/step_*/manifest.json"), None) if run_directory else None
 
         checkpoint = wait_for(first_checkpoint, 60)
         children = psutil.Process(worker.pid).children()
         assert len(children) == 1, children
         children[0].kill()
-        killed = wait_for(lambda: prefect.ended(scheduled=False), 30)
+        killed = wait_for(lambda: servers.ended(scheduled=False), 30)
         assert killed["state_type"] == "CRASHED"
         assert watching.wait(30) == 1
-        wait_for(lambda: None if processes_of(prefect.home, "rl_core.train") else True, 10)
+        wait_for(lambda: None if processes_of(servers.home, "rl_core.train") else True, 10)
 
-        prefect.run("flow-run", "retry", killed["id"])
-        again = wait_for(lambda: prefect.ended(scheduled=False, run_count=2), 120)
+        servers.run("flow-run", "retry", killed["id"])
+        again = wait_for(lambda: servers.ended(scheduled=False, run_count=2), 120)
         assert again["state_type"] == "COMPLETED", again["state"]["message"]
         log = (checkpoint.parents[2] / "train.log").read_text(encoding="utf-8")
         assert "Going on from step_" in log

@@ -46,7 +46,7 @@ def test_run_prints_a_table_and_where_things_are(finished: Finished) -> None:
     assert all(name in lines for name in [*STAGES, "computed", "registered: tiny version 1"])
     curve = next(line for line in lines.splitlines() if line.startswith("learning curve: ")).removeprefix("learning curve: ")
     assert Path(curve).read_bytes().startswith(b"\x89PNG")
-    assert "Step 2" in finished.process.stderr  # the training's log, live
+    assert "Step 1 | Reward computed" in finished.process.stderr  # the training's log, live
     assert "temporary server" not in finished.process.stderr
 
 
