@@ -1,0 +1,205 @@
+"""Hugging Face safetensors or GGUF → the base artifact from which every rank loads its own shards.
+
+Safetensors go over piece by piece: no tensor larger than a piece is ever in memory. One process, no process group.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from rl_core.checkpoint.dcp import write
+from rl_core.errors import ModelError
+from rl_core.models.build import empty_model_of
+from rl_core.models.source import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PIECE_BYTES = 2**28
+"""Rows of a tensor are read and written in pieces of at most this size."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is written."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: Callable[[int, int], Tensor]
+    """`rows(start, stop)` along the first dimension (a scalar ignores them)."""
+
+
+def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: Path) -> dict[str, Any]:
+    """Write `weights/`, config.json, generation_config.json, tokenizer files and aliases.json into `scratch`.
+
+    Args:
+        tokenizer: with its final chat template.
+
+    Returns:
+        Model type, class, number of tensors and parameters, and their types.
+
+    Raises:
+        ModelError: the weights are not those that config.json describes; the first ten differences are named.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if source.gguf:
+            config = AutoConfig.from_pretrained(source.directory, gguf_file=source.gguf)
+        else:
+            config = AutoConfig.from_pretrained(source.directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.name_or_path: transformers cannot read the configuration in {source.directory} ({error})."
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"model.name_or_path: {source.directory} holds quantized weights. Give the original ones.")
+    empty = empty_model_of(config)
+    aliases = dict(empty.all_tied_weights_keys)
+    expected = {name: tensor for name, tensor in empty.state_dict().items() if name not in aliases}
+    tensors = None if source.gguf else _from_safetensors(source, empty, aliases)
+    if tensors is None or tensors.keys() != expected.keys():
+        # A GGUF, or weights under the names of an older transformers: its own loader knows how to translate them.
+        tensors = _through_transformers(source, config, aliases)
+    _check(tensors, expected, source)
+
+    write(scratch / "weights", _Planner(tensors), {}, alone=True)
+    tokenizer.save_pretrained(scratch)
+    (scratch / "aliases.json").write_text(json.dumps(aliases, indent=1), encoding="utf-8")
+    if source.gguf:
+        config.architectures = [type(empty).__name__]
+        config.save_pretrained(scratch)
+        empty.generation_config.save_pretrained(scratch)
+    else:
+        for name in ("config.json", "generation_config.json"):
+            if (source.directory / name).exists():
+                shutil.copy2(source.directory / name, scratch / name)
+    return {
+        "model_type": config.model_type, "architecture": type(empty).__name__, "tensors": len(tensors),
+        "parameters": sum(tensor.shape.numel() for tensor in tensors.values()),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+    }  # fmt: skip
+
+
+def _from_safetensors(source: ModelSource, empty: "PreTrainedModel", aliases: dict[str, str]) -> dict[str, LazyTensor]:
+    """The files' tensors under the model's names; what the model does not store is left out."""
+    known = set(empty.state_dict())
+    ignored = [re.compile(pattern) for pattern in empty._keys_to_ignore_on_load_unexpected or ()]
+    found: dict[str, LazyTensor] = {}
+    for path in source.weights:
+        with safe_open(path, framework="pt") as file:
+            for stored in file.keys():  # noqa: SIM118 – not a dict
+                # Files of a bare backbone (GPT-2's on the hub) lack the prefix.
+                name = stored if stored in known else f"{empty.base_model_prefix}.{stored}"
+                if name not in known and any(pattern.search(stored) for pattern in ignored):
+                    continue
+                found[name if name in known else stored] = _lazy(path, stored, file.get_slice(stored))
+    for alias, original in aliases.items():
+        tied = found.pop(alias, None)
+        if tied is not None and not _equal(tied, found.setdefault(original, tied)):
+            raise ModelError(
+                f"model.name_or_path: config.json in {source.directory} ties {alias} to {original}, but the files hold different "
+                "values for them. Set tie_word_embeddings to false there."
+            )
+    return found
+
+
+def _equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if one is other or one.shape != other.shape:
+        return one is other
+    pieces = [item.tensor_data.chunk for item in _pieces("", one) if item.tensor_data is not None]
+    spans = [(piece.offsets[0], piece.offsets[0] + piece.sizes[0]) if piece.sizes else (0, 0) for piece in pieces]
+    return all(torch.equal(one.rows(*span), other.rows(*span)) for span in spans)
+
+
+def _lazy(path: Path, name: str, header: Any) -> LazyTensor:
+    from safetensors.torch import _getdtype  # the only map of its type names
+
+    shape = torch.Size(header.get_shape())
+
+    def rows(start: int, stop: int) -> Tensor:
+        # Opened for each piece and copied: a mapping left open would keep all its pages in memory.
+        with safe_open(path, framework="pt") as file:
+            return file.get_slice(name)[start:stop].clone() if shape else file.get_tensor(name).clone()
+
+    return LazyTensor(shape, _getdtype(header.get_dtype()), rows)
+
+
+def _through_transformers(source: ModelSource, config: "PretrainedConfig", aliases: dict[str, str]) -> dict[str, LazyTensor]:
+    """Load the whole model into memory (float32 from GGUF, else in the stored type)."""
+    from transformers import AutoModelForCausalLM
+
+    given: dict[str, Any] = {"gguf_file": source.gguf, "dtype": torch.float32} if source.gguf else {"dtype": "auto"}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source.directory, config=config, output_loading_info=True, **given)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"model.name_or_path: transformers cannot load {source.directory} ({error}).") from error
+    model, report = loaded
+    problems = {what: sorted(map(str, report.get(f"{what}_keys", ()))) for what in ("missing", "unexpected", "mismatched")}
+    if any(problems.values()):
+        said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
+        raise ModelError(f"model.name_or_path: the weights in {source.directory} are not those of its config.json ({said}).")
+    return {
+        name: LazyTensor(tensor.shape, tensor.dtype, lambda start, stop, t=tensor: t[start:stop] if t.dim() else t)  # type: ignore[misc]
+        for name, tensor in model.state_dict().items()
+        if name not in aliases
+    }
+
+
+def _check(tensors: dict[str, LazyTensor], expected: dict[str, Tensor], source: ModelSource) -> None:
+    problems = {
+        "missing": sorted(expected.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - expected.keys()),
+        "of another shape": [
+            f"{name} {list(tensors[name].shape)} instead of {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in tensors and tensors[name].shape != tensor.shape
+        ],
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
+        raise ModelError(f"model.name_or_path: the weights in {source.directory} are not those of its config.json ({said}).")
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans pieces of lazy tensors, each resolved only when it is written."""
+
+    def __init__(self, tensors: dict[str, LazyTensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.tensors = tensors
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for name, tensor in self.tensors.items() for item in _pieces(name, tensor)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        piece = write_item.tensor_data.chunk
+        start, length = (piece.offsets[0], piece.sizes[0]) if piece.sizes else (0, 0)
+        return self.tensors[write_item.index.fqn].rows(start, start + length)
+
+
+def _pieces(name: str, tensor: LazyTensor) -> list[WriteItem]:
+    shape = tensor.shape
+    total = shape[0] if shape else 1
+    row_bytes = shape.numel() // max(total, 1) * tensor.dtype.itemsize
+    step = max(1, PIECE_BYTES // max(row_bytes, 1))
+    items = []
+    for start in range(0, total, step):
+        length = min(step, total - start)
+        offsets = torch.Size([start, *[0] * (len(shape) - 1)]) if shape else torch.Size()
+        sizes = torch.Size([length, *shape[1:]]) if shape else torch.Size()
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=tensor.dtype), shape)
+        items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+    return items

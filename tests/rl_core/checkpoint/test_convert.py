@@ -1,0 +1,180 @@
+"""Hugging Face → base artifact → sharded model → checkpoint → Hugging Face: the logits stay equal on the whole way."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core.checkpoint.convert import convert
+from rl_core.checkpoint.dcp import save_tensors, stored_tensors
+from rl_core.checkpoint.export import export_policy
+from rl_core.errors import ModelError
+from rl_core.models.source import ModelSource, load_tokenizer, load_tokenizer_dir
+from tests.ranks import run_ranks
+from tests.rl_core.models.cases import config, family, ragged
+from tests.tiny import tiny_tokenizer
+
+KINDS = ["llama-tied", "llama-untied", "gpt2"]
+
+
+def logits(directory: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        return model(ragged()[0]).logits
+
+
+def converted(source: Path, out: Path) -> Path:
+    tokenizer = load_tokenizer(ModelSource(source))
+    convert(ModelSource(source), tokenizer, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Source and base artifact of each kind."""
+    root = tmp_path_factory.mktemp("convert")
+    made = {}
+    for kind in KINDS:
+        source = tiny_tokenizer(family(root / kind, kind))
+        made[kind] = (source, converted(source, root / f"{kind}-base"))
+    return made
+
+
+def train_a_little(rank: int, bases: list[Path], checkpoint: Path) -> list[torch.Tensor]:
+    """Two ranks: scores from the artifacts; then every parameter of each doubled, and stored as a checkpoint."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from rl_core.models.build import build_policy
+    from rl_core.models.tensors import model_tensors
+
+    scores = []
+    for base in bases:
+        policy = build_policy(base, config(), torch.device("cpu"), init_device_mesh("cpu", (2,)), trainable=True)
+        with torch.no_grad():
+            scores.append(policy(*ragged(), 1.0, False)[0])
+            tensors = model_tensors(policy)
+            for tensor in tensors.values():
+                tensor.mul_(2)
+        stored = {f"actor.{name}": tensor for name, tensor in tensors.items()}
+        save_tensors(stored | {"critic.value_head.bias": torch.zeros(1)}, checkpoint / base.name)
+    return scores
+
+
+def test_round_trip(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    scores = run_ranks(train_a_little, 2, [base for _, base in models.values()], tmp_path)[0]
+    ids, prompt, response, _ = ragged()
+    for (source, base), score in zip(models.values(), scores, strict=True):
+        # What the sharded model gives is what the original gives.
+        distribution = logits(source).double().log_softmax(-1)
+        for row in range(len(ids)):
+            for column in range(int(response[row])):
+                at = int(prompt[row]) + column
+                torch.testing.assert_close(
+                    score[row, column].double(), distribution[row, at - 1, ids[row, at]], rtol=0, atol=2e-5
+                )
+
+        # The untouched artifact exported is the original, bit by bit.
+        export_policy(base / "weights", "", base, tmp_path / base.name / "same")
+        assert torch.equal(logits(tmp_path / base.name / "same"), logits(source))
+
+        # The checkpoint exported is the original with every parameter doubled.
+        export_policy(tmp_path / base.name, "actor.", base, tmp_path / base.name / "policy")
+        doubled = AutoModelForCausalLM.from_pretrained(source)
+        with torch.no_grad():
+            for parameter in doubled.parameters():
+                parameter.mul_(2)
+            assert torch.equal(logits(tmp_path / base.name / "policy"), doubled.eval()(ids).logits)
+        tokenizer = load_tokenizer_dir(tmp_path / base.name / "policy")
+        assert tokenizer.chat_template == load_tokenizer(ModelSource(source)).chat_template
+        assert tokenizer("1+1=").input_ids == load_tokenizer(ModelSource(source))("1+1=").input_ids
+
+
+def test_the_artifact(models: dict[str, tuple[Path, Path]]) -> None:
+    source, base = models["llama-tied"]
+    assert json.loads((base / "aliases.json").read_text()) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in stored_tensors(base / "weights")
+    assert (base / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert (base / "generation_config.json").exists()
+    assert json.loads((models["llama-untied"][1] / "aliases.json").read_text()) == {}
+
+
+def test_large_tensors_go_in_pieces_and_keep_their_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_core.checkpoint.convert.PIECE_BYTES", 1000)
+    monkeypatch.setattr("rl_core.checkpoint.dcp.FILE_BYTES", 10_000)
+    source = family(tmp_path / "m", "llama-untied")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    stats = convert(ModelSource(source), load_tokenizer(ModelSource(source)), tmp_path / "base")
+    assert stats["dtypes"] == ["bfloat16"]
+    assert stats["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    entry = stored_tensors(tmp_path / "base/weights")["model.embed_tokens.weight"]
+    rows = [piece.sizes[0] for piece in entry.chunks]  # of 32 numbers of 2 bytes
+    assert max(rows) == 1000 // 64
+    assert sum(rows) == entry.size[0]
+    assert len(list((tmp_path / "base/weights").glob("*.distcp"))) > 3
+
+    monkeypatch.setattr("rl_core.checkpoint.export.SHARD_BYTES", 20_000)
+    export_policy(tmp_path / "base/weights", "", tmp_path / "base", tmp_path / "out", dtype=torch.bfloat16)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 25_000 for file in files)
+    exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys()
+
+
+def test_names_without_the_backbone_prefix(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["gpt2"][0], tmp_path / "m"))
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    base = converted(source, tmp_path / "base")
+    assert stored_tensors(base / "weights").keys() == stored_tensors(models["gpt2"][1] / "weights").keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "1 missing: model.norm.weight"),
+        ("unexpected", "1 unexpected: model.extra"),
+        ("shape", r"model.norm.weight \[31\] instead of \[32\]"),
+        ("tied", "ties lm_head.weight to model.embed_tokens.weight, but the files hold different values"),
+    ],
+)
+def test_weights_that_do_not_fit(models: dict[str, tuple[Path, Path]], tmp_path: Path, change: str, message: str) -> None:
+    source = Path(shutil.copytree(models["llama-tied"][0], tmp_path / "m"))
+    weights = load_file(source / "model.safetensors")
+    if change == "missing":
+        del weights["model.norm.weight"]
+    elif change == "unexpected":
+        weights["model.extra"] = torch.zeros(3)
+    elif change == "shape":
+        weights["model.norm.weight"] = torch.zeros(31)
+    else:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        converted(source, tmp_path / "base")
+
+
+def test_quantized_weights_are_refused(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["llama-tied"][0], tmp_path / "m"))
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(ModelError, match="quantized"):
+        converted(source, tmp_path / "base")
+
+
+def test_export_without_such_a_policy(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    _, base = models["llama-tied"]
+    with pytest.raises(ModelError, match=r"'actor\.'"):
+        export_policy(base / "weights", "actor.", base, tmp_path / "out")
