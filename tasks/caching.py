@@ -34,9 +34,9 @@ class ReferenceSerializer(Serializer):
 
     type: Literal["ppoflow-reference"] = "ppoflow-reference"
 
-    def dumps(self, obj: Reference) -> bytes:
-        """The record."""
-        return json.dumps(obj.to_json()).encode()
+    def dumps(self, obj: Reference | Exception) -> bytes:
+        """The record. Prefect also keeps the error of a failed task, which nobody reads back."""
+        return json.dumps(obj.to_json() if isinstance(obj, Reference) else {"error": repr(obj)}).encode()
 
     def loads(self, blob: bytes) -> Reference:
         """The reference, marked `reused`.
