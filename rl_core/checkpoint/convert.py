@@ -68,9 +68,9 @@ def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: 
     empty = empty_model_of(config)
     aliases = dict(empty.all_tied_weights_keys)
     expected = {name: tensor for name, tensor in empty.state_dict().items() if name not in aliases}
-    tensors = None if source.gguf else _from_safetensors(source, empty, aliases)
-    if tensors is None or tensors.keys() != expected.keys():
-        # A GGUF, or weights under the names of an older transformers: its own loader knows how to translate them.
+    tensors = _from_gguf(source, empty) if source.gguf else _from_safetensors(source, empty, aliases)
+    if not source.gguf and tensors.keys() != expected.keys():
+        # Perhaps under the names of an older transformers: its own loader knows how to translate them.
         tensors = _through_transformers(source, config, aliases)
     _check(tensors, expected, source)
 
@@ -136,13 +136,23 @@ def _lazy(path: Path, name: str, header: Any) -> LazyTensor:
     return LazyTensor(shape, _getdtype(header.get_dtype()), rows)
 
 
+def _from_gguf(source: ModelSource, empty: "PreTrainedModel") -> dict[str, LazyTensor]:
+    """Dequantize the whole model to float32, as transformers' `from_pretrained` does (which would ask for accelerate)."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    [path] = source.weights
+    parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
+    return {name: _held(tensor) for name, tensor in parsed["tensors"].items()}
+
+
 def _through_transformers(source: ModelSource, config: "PretrainedConfig", aliases: dict[str, str]) -> dict[str, LazyTensor]:
-    """Load the whole model into memory (float32 from GGUF, else in the stored type)."""
+    """Load the whole model into memory, in the stored type."""
     from transformers import AutoModelForCausalLM
 
-    given: dict[str, Any] = {"gguf_file": source.gguf, "dtype": torch.float32} if source.gguf else {"dtype": "auto"}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source.directory, config=config, output_loading_info=True, **given)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.directory, config=config, dtype="auto", output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"model.name_or_path: transformers cannot load {source.directory} ({error}).") from error
     model, report = loaded
@@ -150,11 +160,11 @@ def _through_transformers(source: ModelSource, config: "PretrainedConfig", alias
     if any(problems.values()):
         said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
         raise ModelError(f"model.name_or_path: the weights in {source.directory} are not those of its config.json ({said}).")
-    return {
-        name: LazyTensor(tensor.shape, tensor.dtype, lambda start, stop, t=tensor: t[start:stop] if t.dim() else t)  # type: ignore[misc]
-        for name, tensor in model.state_dict().items()
-        if name not in aliases
-    }
+    return {name: _held(tensor) for name, tensor in model.state_dict().items() if name not in aliases}
+
+
+def _held(tensor: Tensor) -> LazyTensor:
+    return LazyTensor(tensor.shape, tensor.dtype, lambda start, stop: tensor[start:stop] if tensor.dim() else tensor)
 
 
 def _check(tensors: dict[str, LazyTensor], expected: dict[str, Tensor], source: ModelSource) -> None:

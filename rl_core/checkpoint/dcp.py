@@ -25,7 +25,7 @@ from rl_core.checkpoint.metadata import read_metadata
 from rl_core.checkpoint.together import together
 from rl_core.errors import BrokenArtifact, ModelError, StoreError
 
-FILE_BYTES = 2**30
+FILE_BYTES = 2**28
 """A file is closed when it has reached this size."""
 
 

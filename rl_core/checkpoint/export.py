@@ -32,12 +32,7 @@ def export_policy(weights: Path, prefix: str, base_dir: Path, out: Path, dtype: 
         ModelError: nothing has that prefix.
         BrokenArtifact: `weights` cannot be read.
     """
-    stored = {
-        name: entry
-        for name, entry in stored_tensors(weights).items()
-        # A checkpoint's optimizer has a prefix of its own; only the asked one counts.
-        if name.startswith(prefix)
-    }
+    stored = {name: entry for name, entry in stored_tensors(weights).items() if name.startswith(prefix)}
     if not stored:
         raise ModelError(f"{weights} holds no tensor whose name starts with {prefix!r}.")
     out.mkdir(parents=True, exist_ok=True)
@@ -56,6 +51,7 @@ def export_policy(weights: Path, prefix: str, base_dir: Path, out: Path, dtype: 
         load_tensors(tensors, weights, strict=False, alone=True)
         content = {name.removeprefix(prefix): tensor.to(dtype) for name, tensor in tensors.items()}
         save_file(content, out / file, metadata={"format": "pt"})
+        shutil.copymode(base_dir / "config.json", out / file)  # safetensors makes it private
         places |= dict.fromkeys(content, file)
     if len(files) > 1:
         total = sum(entry.size.numel() for entry in stored.values()) * dtype.itemsize

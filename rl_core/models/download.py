@@ -36,7 +36,7 @@ def fetch(url: str, patterns: tuple[str, ...]) -> Path:
         names = [path] if files_of.isfile(path) else _matching(files_of.find(path), path, patterns)
         if not names:
             raise ModelError(f"model.name_or_path: there is nothing at {url}.")
-        stamps = [files_of.ukey(name) for name in names]
+        stamps = [str(files_of.info(name)) for name in names]  # an archive's `ukey` differs each time
         folder = home() / "downloads" / hashlib.sha256("\n".join([plain, *stamps]).encode()).hexdigest()[:16]
         copy = folder / path.rstrip("/").rpartition("/")[2]
         if copy.exists():

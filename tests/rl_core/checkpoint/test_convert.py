@@ -178,3 +178,52 @@ def test_export_without_such_a_policy(models: dict[str, tuple[Path, Path]], tmp_
     _, base = models["llama-tied"]
     with pytest.raises(ModelError, match=r"'actor\.'"):
         export_policy(base / "weights", "actor.", base, tmp_path / "out")
+
+
+def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """A GGUF as llama.cpp writes it (rotary halves interleaved) gives the model that it was made from."""
+    from gguf import GGUFWriter
+
+    source, _ = models["llama-untied"]
+    weights = load_file(source / "model.safetensors")
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(102)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([chr(code) for code in range(33, 127)] + ["ab", *(f"<{number}>" for number in range(7))])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(94)
+    writer.add_chat_template("{{ messages[0].content }}")
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm", "model.layers": "blk",
+    }  # fmt: skip
+    for name, tensor in weights.items():
+        heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
+        if heads:
+            tensor = tensor.reshape(heads, 2, 4, 32).transpose(1, 2).reshape(tensor.shape)
+        for theirs, its in names.items():
+            name = name.replace(theirs, its)
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    gguf = ModelSource(tmp_path, "tiny.gguf")
+    stats = convert(gguf, load_tokenizer(gguf), tmp_path / "base")
+    assert stats["architecture"] == "LlamaForCausalLM"
+    export_policy(tmp_path / "base/weights", "", tmp_path / "base", tmp_path / "out")
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5)
+    assert load_tokenizer_dir(tmp_path / "out").chat_template == "{{ messages[0].content }}"
