@@ -71,8 +71,10 @@ def run(
     from flows.logs import quiet_console
     from flows.post_training import post_training
     from flows.report import print_report
+    from tasks.prefect_server import start_server
 
     quiet_console()
+    start_server()
 
     report = post_training(settings, fresh=fresh)
     if json_file is not None:

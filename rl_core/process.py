@@ -6,6 +6,7 @@ Standard library only, so that it can be the first thing that a rank does, befor
 import ctypes
 import os
 import signal
+import sys
 
 PARENT = "PPOFLOW_PARENT_PID"
 """Environment variable with the pid of the process that a child must not outlive."""
@@ -28,3 +29,8 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":  # `python process.py COMMAND…`: the command, dying with the parent; prctl's setting survives exec
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])
