@@ -6,9 +6,11 @@ Prefect, MLflow and torch are imported only by what needs them, so `--help` and 
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -136,11 +138,17 @@ def rollback(name: str, /) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: runs a command and exits with its code; an error is one paragraph on stderr."""
+    signal.signal(signal.SIGTERM, _terminate)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--traceback" in words:
         words.remove("--traceback")
         os.environ[TRACEBACK] = "1"
     sys.exit(_guarded(lambda: app(words, exit_on_error=False, print_error=False, result_action="return_value"), words))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """After the flow has ended its ranks and told Prefect, which hands the signal on to the handler that it found here."""
+    raise Interrupted("stopped by SIGTERM; what was saved is kept.")
 
 
 def _guarded(call: Callable[[], object], words: list[str]) -> int:
