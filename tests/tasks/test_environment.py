@@ -39,7 +39,7 @@ def test_prefect_understands_the_settings(tmp_path):
     show = (
         "from tasks.environment import prepare; prepare(); from prefect.settings import get_current_settings as s; s = s();"
         "print(s.home, s.server.analytics_enabled, s.server.ephemeral.startup_timeout_seconds, s.server.ui.v2_enabled,"
-        " s.server.ui.show_promotional_content, s.flows.heartbeat_frequency, s.worker.query_seconds, s.logging.extra_loggers,"
+        " s.server.ui.show_promotional_content, s.flows.heartbeat_frequency, s.worker.query_seconds, sorted(s.logging.extra_loggers),"
         " s.logging.to_api.when_missing_flow, s.server.ephemeral.enabled)"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -47,5 +47,5 @@ def test_prefect_understands_the_settings(tmp_path):
         [sys.executable, "-c", show], env=environment | {"PPOFLOW_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
         cwd=tmp_path, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    stated = "False 90 False False 30 2.0 ['tasks', 'rl_core'] ignore True"
+    stated = "False 90 False False 30 2.0 ['rl_core', 'tasks'] ignore True"
     assert output.strip() == f"{tmp_path}/prefect {stated}"
