@@ -39,8 +39,8 @@ def test_prefect_understands_the_settings(tmp_path):
     show = (
         "from tasks.environment import prepare; prepare(); from prefect.settings import get_current_settings as s; s = s();"
         "print(s.home, s.server.analytics_enabled, s.server.ephemeral.startup_timeout_seconds, s.server.ui.v2_enabled,"
-        " s.server.ui.show_promotional_content, s.flows.heartbeat_frequency, s.worker.query_seconds, sorted(s.logging.extra_loggers),"
-        " s.logging.to_api.when_missing_flow, s.server.ephemeral.enabled)"
+        " s.server.ui.show_promotional_content, s.flows.heartbeat_frequency, s.worker.query_seconds,"
+        " sorted(s.logging.extra_loggers), s.logging.to_api.when_missing_flow, s.server.ephemeral.enabled)"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     output = subprocess.run(
