@@ -117,6 +117,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> "Pr
     try:
         if source.gguf:
             tokenizer = AutoTokenizer.from_pretrained(source.directory, gguf_file=source.gguf)
+            _set_special_tokens(tokenizer, source.weights[0])
         else:
             tokenizer = AutoTokenizer.from_pretrained(source.directory)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -129,6 +130,17 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> "Pr
 def load_tokenizer_dir(directory: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer that an artifact holds; errors as `load_tokenizer`."""
     return load_tokenizer(ModelSource(directory))
+
+
+def _set_special_tokens(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
+    """As the file has them: transformers 5.17 takes Llama's bos for its eos, so that no response would ever end."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(gguf).fields
+    for role, name in {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}.items():
+        field = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if field is not None:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
 def _template(name: str) -> Path:

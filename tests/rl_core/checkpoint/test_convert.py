@@ -199,9 +199,10 @@ def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     writer.add_rope_dimension_count(8)
     writer.add_vocab_size(102)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(code) for code in range(33, 127)] + ["ab", *(f"<{number}>" for number in range(7))])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(94)
+    writer.add_token_list([chr(code) for code in range(33, 127)] + ["ab", "cd", *(f"<{number}>" for number in range(6))])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(96)
+    writer.add_eos_token_id(97)
     writer.add_chat_template("{{ messages[0].content }}")
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
@@ -226,4 +227,6 @@ def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     assert stats["architecture"] == "LlamaForCausalLM"
     export_policy(tmp_path / "base/weights", "", tmp_path / "base", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5)
-    assert load_tokenizer_dir(tmp_path / "out").chat_template == "{{ messages[0].content }}"
+    tokenizer = load_tokenizer_dir(tmp_path / "out")
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (96, 97)
