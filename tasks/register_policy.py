@@ -28,6 +28,7 @@ from tasks.mlflow_versions import ROLLED_BACK, make_champion, register
 from tasks.publish import show_in_mlflow
 from tasks.store import Reference
 from tasks.tracking import experiment_id, find_run
+from tasks.train_policy import catch_up
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def register_policy(config: Config, dataset: Reference, base: Reference, policy:
     report = json.loads((compared.path / "report.json").read_text(encoding="utf-8"))
     run_key = trained.results["run_key"]
     with registry_lock(), registry(f"register the policy as {name}") as client:
+        catch_up(config, trained)
         run_id = find_run(run_key)
         tags = lineage(dataset, base, policy, evaluation) | means(compared) | {"ppoflow.run_key": run_key}
         experiment = experiment_id(config.registry.experiment)

@@ -14,7 +14,7 @@ from tasks.mlflow_registry import PREVIOUS, RegistryError, champion, registry
 from tasks.mlflow_versions import ROLLED_BACK, restore_previous
 from tasks.register_policy import DECISION, Registered, register_policy
 from tasks.store import Reference
-from tasks.tracking import RUN_KEY, experiment_id
+from tasks.tracking import LOGGED, RUN_KEY, experiment_id
 from tests.registered import BASE, DATASET, tiny_evaluation, tiny_policy
 
 REGISTER = register_policy.fn
@@ -153,7 +153,7 @@ def test_the_run_that_trained_it_has_the_version_and_the_evaluation(registry_hom
     table_name = f"samples-{evaluation.key[:8]}.json"
     with registry("make a run") as client:
         experiment = experiment_id("registration tests")
-        run_id = client.create_run(experiment, tags={RUN_KEY: policy.open().results["run_key"]}).info.run_id
+        run_id = client.create_run(experiment, tags={RUN_KEY: policy.open().results["run_key"], LOGGED: "4"}).info.run_id
     for _ in range(2):
         register("run", policy, evaluation)
     with registry("look") as client:
