@@ -26,7 +26,7 @@ from rl_core.models.source import ModelSource
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PIECE_BYTES = 2**28
+PIECE_BYTES = 2**26
 """Rows of a tensor are read and written in pieces of at most this size."""
 
 

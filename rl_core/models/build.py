@@ -86,9 +86,10 @@ def _shard_and_materialise(
     module: nn.Module, causal: "PreTrainedModel", config: Config, device: torch.device, mesh: DeviceMesh
 ) -> None:
     classes = unit_classes(causal, config.fsdp.fsdp_transformer_layer_cls_to_wrap)
+    name = f"{type(module).__name__} of {type(causal).__name__}"
     report = shard(module, classes, config, mesh)
     if mesh.get_rank() == 0:
-        log.info("%s of %s: %s", type(module).__name__, type(causal).__name__, report)
+        log.info("%s: %s", name, report)
     module.to_empty(device=device)
     _restore_buffers(causal)
 
