@@ -12,6 +12,7 @@ evaluations are all committed in this way.
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """sha256 over names, sizes and contents of its files: equal content, equal digest."""
+        """sha256 over names, sizes and contents of its files, notes left out: equal content, equal digest."""
         return self.manifest["digest"]
 
     @property
@@ -72,6 +73,7 @@ def commit(
     key: str,
     components: dict[str, Any] | None = None,
     results: dict[str, Any] | None = None,
+    notes: Collection[str] = (),
 ) -> Artifact:
     """Hash and sync all files of `scratch`, write the manifest last, rename to `final`.
 
@@ -80,6 +82,7 @@ def commit(
         key: what it was made from.
         components: the parts of the key, kept to explain it.
         results: small JSON results to keep with it.
+        notes: names of files that tell how it came about (logs, timings): verified like the others, but no part of the digest.
 
     Raises:
         StoreError: `final` exists already, or the disk refuses.
@@ -91,7 +94,7 @@ def commit(
         digests = digest_files(files)
         entries = {str(path.relative_to(scratch)): {"size": path.stat().st_size, "sha256": digests[path]} for path in files}
         manifest = {
-            "format": FORMAT, "kind": kind, "key": key, "digest": digest_json(entries),
+            "format": FORMAT, "kind": kind, "key": key, "digest": _content_digest(entries, notes), "notes": sorted(notes),
             "files": entries, "components": components or {}, "results": results or {},
         }  # fmt: skip
         manifest["checksum"] = digest_json(manifest)
@@ -120,10 +123,10 @@ def open_artifact(path: Path, remembered: bool = True) -> Artifact:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         stated = manifest.pop("checksum")
-        entries = manifest["files"]
+        entries, notes = manifest["files"], manifest["notes"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenArtifact(f"{path}: its {MANIFEST} is missing or damaged ({error}).") from None
-    if digest_json(manifest) != stated or manifest["digest"] != digest_json(entries):
+    if digest_json(manifest) != stated or manifest["digest"] != _content_digest(entries, notes):
         raise BrokenArtifact(f"{path}: its {MANIFEST} was changed.")
     if manifest["format"] != FORMAT:
         raise BrokenArtifact(f"{path}: format {manifest['format']} is not the format {FORMAT} of this release.")
@@ -142,6 +145,10 @@ def open_artifact(path: Path, remembered: bool = True) -> Artifact:
             raise BrokenArtifact(f"{path}: the content of {name} was changed (its sha256 differs).")
     manifest["checksum"] = stated
     return Artifact(path, manifest)
+
+
+def _content_digest(entries: dict[str, Any], notes: Collection[str]) -> str:
+    return digest_json({name: entry for name, entry in entries.items() if name not in notes})
 
 
 def set_aside(path: Path) -> Path:

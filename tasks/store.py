@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -116,7 +116,13 @@ def reference_of(artifact: Artifact, state: State, resumed_from_step: int | None
     return Reference(artifact.manifest["kind"], artifact.key, artifact.digest, state, resumed_from_step)
 
 
-def produce(key: Key, make: Callable[[Path], dict[str, Any]], fresh: bool = False, keep_scratch: bool = False) -> Reference:
+def produce(
+    key: Key,
+    make: Callable[[Path], dict[str, Any]],
+    fresh: bool = False,
+    keep_scratch: bool = False,
+    notes: Collection[str] = (),
+) -> Reference:
     """The artifact of `key`: the committed one, else made by `make(scratch)` and committed. One process at a time.
 
     A broken artifact is set aside with a warning and made again.
@@ -126,6 +132,7 @@ def produce(key: Key, make: Callable[[Path], dict[str, Any]], fresh: bool = Fals
         make: writes files under the scratch directory, returns small JSON results for the manifest.
         fresh: make it again although it exists.
         keep_scratch: hand `make` what an interrupted one left there, instead of an empty directory.
+        notes: files that are no part of the digest, see `rl_core.artifacts.commit`.
     """
     writable(key.path.parent)
     with locked(
@@ -141,7 +148,9 @@ def produce(key: Key, make: Callable[[Path], dict[str, Any]], fresh: bool = Fals
             scratch = fresh_scratch(key.path)
         results = make(scratch)
         replaced = set_aside(key.path) if key.path.exists() else None
-        artifact = commit(scratch, key.path, kind=key.stage, key=key.value, components=key.components, results=results)
+        artifact = commit(
+            scratch, key.path, kind=key.stage, key=key.value, components=key.components, results=results, notes=notes
+        )
         if replaced is not None:
             shutil.rmtree(replaced)
         return reference_of(artifact, "computed")

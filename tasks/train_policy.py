@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 PROGRAM = "rl_core.train"
 STAGE = Stage("train_policy", version=1, sources=("rl_core",), libraries=("torch", "transformers"))
 COPIED = ("metrics.jsonl", "train.log", "config.yaml")
-"""Beside the policy's own files, so that a finished run can be looked at without its directory."""
+"""Beside the policy's own files, so that a finished run can be looked at without its directory. Equal policies have equal digests
+whatever stands there."""
 
 
 def key(config: Config, dataset: Reference, base: Reference) -> Key:
@@ -103,7 +104,7 @@ def train(key: Key, config: Config, dataset: Reference, base: Reference, fresh: 
             _copy(policy, run, scratch)
             return {"step": run.steps, "run_key": run.key, "segments": segments}
 
-        reference = produce(_key_of(run, segments), make, fresh)
+        reference = produce(_key_of(run, segments), make, fresh, notes=COPIED)
         run.remove_replaced()
         if resumed_from is None or reference.state == "reused":
             return reference

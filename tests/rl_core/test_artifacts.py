@@ -39,6 +39,19 @@ def test_equal_content_has_an_equal_digest(tmp_path):
     assert first.digest == second.digest != other.digest
 
 
+def test_notes_are_verified_but_do_not_count_in_the_digest(tmp_path):
+    digests = set()
+    for name, log in (("x", "took 3 s"), ("y", "took 4 s")):
+        scratch = fresh_scratch(tmp_path / name)
+        (scratch / "weights").write_text("w")
+        (scratch / "log").write_text(log)
+        digests.add(commit(scratch, tmp_path / name, kind="thing", key="k", notes=["log"]).digest)
+    assert len(digests) == 1
+    flip(tmp_path / "x" / "log")
+    with pytest.raises(BrokenArtifact):
+        open_artifact(tmp_path / "x")
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
