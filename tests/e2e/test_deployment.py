@@ -24,6 +24,7 @@ from tests.pipeline import ROOT, environment, tiny_config, tiny_settings
 T = TypeVar("T")
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 DEPLOYMENT = "post-training/smollm2-arithmetic"
+CHECKPOINTS = "runs/*/checkpoints/step_*/manifest.json"
 
 
 class Prefect:
@@ -107,13 +108,13 @@ def servers(tmp_path: Path) -> Iterator[Prefect]:
 
 
 def deploy(servers: Prefect, directory: Path) -> None:
-    """infra/prefect.yaml with a tiny configuration, given as a whole, and a schedule that fires once within seconds."""
+    """infra/prefect.yaml with a tiny configuration, given as a whole, and a schedule that fires within a minute."""
     project = yaml.safe_load((ROOT / "infra" / "prefect.yaml").read_text(encoding="utf-8"))
     (deployment,) = project["deployments"]
     assert f"post-training/{deployment['name']}" == DEPLOYMENT
     assert deployment["schedules"][0]["cron"]
-    anchor = (datetime.now(UTC) + timedelta(seconds=10)).isoformat()
-    deployment["schedules"] = [{"interval": 3600, "anchor_date": anchor, "timezone": "UTC", "active": True}]
+    anchor = (datetime.now(UTC) + timedelta(seconds=15)).isoformat()
+    deployment["schedules"] = [{"interval": 60, "anchor_date": anchor, "timezone": "UTC", "active": True}]
     deployment["parameters"] = {"config": tiny_settings(directory)}
     path = directory / "prefect.yaml"
     path.write_text(yaml.safe_dump(project), encoding="utf-8")
@@ -137,18 +138,15 @@ def test_schedule_kill_and_retry(servers: Prefect, tmp_path: Path) -> None:
     servers.run("work-pool", "create", "local", "--type", "process")
     deploy(servers, tmp_path)
     with stopped_at_the_end(servers.start("worker", "start", "--pool", "local")) as worker:
+        wait_for(lambda: servers.flow_run(scheduled=True), 90)
+        servers.run("--no-prompt", "deployment", "schedule", "clear", "--accept-yes", DEPLOYMENT)
         scheduled = wait_for(lambda: servers.ended(scheduled=True), 150)
         assert scheduled["state_type"] == "COMPLETED", scheduled["state"]["message"]
 
         parameters = {"config": str(tiny_config(tmp_path)), "overrides": {"trainer.seed": 1, "trainer.max_steps": 40}}
-        before = set((servers.home / "runs").iterdir())
+        finished = set(servers.home.glob(CHECKPOINTS))
         watching = servers.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
-
-        def first_checkpoint() -> Path | None:
-            (run_directory,) = set((servers.home / "runs").iterdir()) - before or [None]
-            return next(run_directory.glob("checkpoints/step_*/manifest.json"), None) if run_directory else None
-
-        checkpoint = wait_for(first_checkpoint, 60)
+        checkpoint = wait_for(lambda: next(iter(set(servers.home.glob(CHECKPOINTS)) - finished), None), 90)
         children = psutil.Process(worker.pid).children()
         assert len(children) == 1, children
         children[0].kill()
