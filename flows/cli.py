@@ -36,7 +36,7 @@ app = App(
     name="ppoflow",
     help="From a base model, prompts and a reward to a promoted policy. PPOFLOW_HOME (default ./.ppoflow) holds all it writes. "
     "With --traceback an error also shows where it came from.",
-    help_on_error=False,
+    suppress_keyboard_interrupt=False,  # said below, with the command that continues
 )
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), consume_multiple=False)]
 
