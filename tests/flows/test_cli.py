@@ -128,6 +128,7 @@ def test_a_model_without_chat_template_is_one_paragraph(finished: Finished, tmp_
 def test_explain_names_what_would_run(finished: Finished) -> None:
     result = ppoflow("explain", finished.config, "--set", "evaluation.samples=3", home=finished.home)
     assert result.returncode == 0, result.stderr
+    assert not (ROOT / "mlflow.db").exists()
     outcomes = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert all("reused" in outcomes[name] for name in STAGES[:3])
     assert "runs" in outcomes["evaluate_policy"]
