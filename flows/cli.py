@@ -29,6 +29,7 @@ from rl_core.errors import (
     StoreError,
 )
 from rl_core.home import home, writable
+from tasks.environment import prepare
 
 EXIT_SIGINT = 130
 
