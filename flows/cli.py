@@ -100,6 +100,7 @@ def explain(config: Path, /, *, overrides: Overrides = None) -> None:
 
     settings = load_config(config, overrides or ())
     writable(home())
+    prepare()
 
     from flows.explain import explain as plan
 
@@ -139,7 +140,6 @@ def rollback(name: str, /) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: runs a command and exits with its code; an error is one paragraph on stderr."""
-    prepare()
     signal.signal(signal.SIGTERM, _terminate)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--traceback" in words:
