@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
 
 def verdict(codes: set[int]) -> int:
     """One exit code from those of the ranks that failed; negative ones are signals. A rank whose peers went away ends as a
-    crash, so a user error or an interruption of any rank explains the others."""
+    crash, so a user error or an interruption of any rank explains the others; a rank that was killed explains all."""
+    if any(code < 0 and code != -signal.SIGTERM for code in codes):
+        return EXIT_CRASH
     if EXIT_USER in codes:
         return EXIT_USER
     if codes <= {EXIT_INTERRUPTED, -signal.SIGTERM}:

@@ -183,6 +183,8 @@ def _quietly(action: Callable[[], Any], directory: Path, what: str) -> None:
         reasons = "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failed.failures.items()))
         raise StoreError(f"{directory} could not be {what} ({reasons}).") from failed
     except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStream" not in str(error):
+            raise  # not the disk's fault: a collective failed, since another rank is gone
         raise StoreError(f"{directory} could not be {what} ({error}).") from error
 
 
