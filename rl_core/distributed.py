@@ -85,8 +85,10 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     else:
         device, backend = torch.device("cpu"), "gloo"
         return_large_blocks()
-    store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **store)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("dp",)))
     dist.destroy_process_group()
 
