@@ -1,7 +1,7 @@
 """Metrics of a step under verl's names, the run's log lines, and the files that they are kept in."""
 
 import json
-import resource
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl_core import memory
 from rl_core.distributed import World
 from rl_core.rollout.batch import RolloutBatch
 
@@ -23,11 +24,13 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to a phase. On a GPU the block's kernels are waited for."""
+        """Add the time of the block to a phase. On a GPU its kernels are waited for; on the CPU what it freed is given back."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        else:
+            memory.give_back()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:
@@ -41,7 +44,6 @@ class StepStatistics:
     def __init__(self) -> None:
         self.samples: dict[str, list[float]] = {}
         self.sums: dict[str, tuple[float, float]] = {}
-        self.values: dict[str, float] = {}
 
     def per_sample(self, name: str, values: torch.Tensor | Iterable[float]) -> None:
         """One number per response; becomes `name/mean`, `/max`, `/min`."""
@@ -62,9 +64,10 @@ class StepStatistics:
         for name, total in sums.items():
             self.mean(f"{prefix}/{name}", total, count)
 
-    def values_of(self, prefix: str, values: Mapping[str, float]) -> None:
-        """Numbers that are the same on all ranks; the last of a step counts."""
-        self.values |= {f"{prefix}/{name}": float(value) for name, value in values.items()}
+    def optimizer_step(self, prefix: str, values: Mapping[str, float]) -> None:
+        """What a learner says of an optimizer step, the same on all ranks; becomes the mean over the step's optimizer steps."""
+        for name, value in values.items():
+            self.mean(f"{prefix}/{name}", value, 1)
 
     def rollout(self, batch: RolloutBatch, scores: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Lengths and scores per response, and how far the rollout's log-probabilities are from the trainer's."""
@@ -83,7 +86,7 @@ class StepStatistics:
         parts = world.gather((self.samples, self.sums))
         if not parts:
             return {}
-        metrics = dict(self.values)
+        metrics: dict[str, float] = {}
         for name in self.sums:
             total, count = (sum(sums[name][i] for _, sums in parts) for i in (0, 1))
             metrics[name] = total / count if count else 0.0
@@ -97,7 +100,7 @@ class StepStatistics:
             "perf/time_per_step": seconds,
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / seconds / world.size,
-            "perf/max_memory_gb": peak_memory() / 2**30,
+            "perf/max_memory_gb": memory.peak() / 2**30,
         }
 
 
@@ -107,13 +110,6 @@ def mean_and_deviation(values: torch.Tensor, world: World) -> tuple[float, float
     count, total, squares = world.sum(torch.stack([exact.new_tensor(len(exact)), exact.sum(), exact.square().sum()])).tolist()
     mean = total / count
     return mean, max(squares / count - mean**2, 0.0) ** 0.5
-
-
-def peak_memory() -> int:
-    """Most bytes that this rank has used: on the GPU where there is one, else in the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class RunLog:
@@ -160,11 +156,11 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
 def _drop_steps_from(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] < step:  # a killed writer may leave half a line
-            kept.append(line)
-    path.write_text("".join(kept), encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]  # the last may be half a line
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _duration(seconds: float) -> str:

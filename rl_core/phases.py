@@ -144,7 +144,7 @@ def update_actor(
         sums["loss"] = loss.detach().sum()
         stats.means("actor", sums, mask.sum())
         actor.backward(loss.sum() / tokens, last=micro is micro_batches[-1])
-    stats.values_of("actor", actor.step(optimizer_step))
+    stats.optimizer_step("actor", actor.step(optimizer_step))
 
 
 def update_critic(
@@ -159,7 +159,7 @@ def update_critic(
         loss, sums = algorithms.value_loss(values, micro.values, micro.returns, mask, config.algorithm.cliprange_value)
         stats.means("critic", sums | {"vf_loss": loss.detach().sum()}, mask.sum())
         critic.backward(loss.sum() / tokens, last=micro is micro_batches[-1])
-    stats.values_of("critic", critic.step(optimizer_step))
+    stats.optimizer_step("critic", critic.step(optimizer_step))
 
 
 def inputs(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -33,7 +33,7 @@ from rl_core.data.tokenize import tokenize
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined
 from rl_core.entry import run_program
-from rl_core.errors import BrokenArtifact, ConfigError
+from rl_core.errors import BrokenArtifact, ConfigError, StoreError
 from rl_core.identity import training_identity
 from rl_core.learner import Learner
 from rl_core.locks import locked
@@ -59,19 +59,21 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     config = load_config(options.config_path, options.set)
-    output = options.output_dir.absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    output = _writable(options.output_dir.absolute())
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     with ExitStack() as stack:
         # Whoever starts after a crash waits, by taking this exclusively, until the last rank of the dead group is gone.
         stack.enter_context(locked(output / "ranks.lock", shared=True))
         world = stack.enter_context(joined(config.launch))
+        if world.is_main:  # two trainings started by hand on one directory: the second waits
+            stack.enter_context(locked(output / "training.lock", on_wait=lambda who: print(f"Waiting for {who}", flush=True)))
         dataset, base = prepare(options, config, output, world)
         run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
         train(run)
-    if world.is_main:
-        export(run, base, output)
+        if world.is_main:
+            export(run, base, output)
+        world.barrier()
 
 
 def prepare(options: argparse.Namespace, config: Config, output: Path, world: World) -> tuple[Artifact, Artifact]:
@@ -102,6 +104,11 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     key = digest_json(training_identity(config, dataset.digest, base.digest))
     _check_can_go_on(latest, key, total, output)
     _check_positions(config, dataset, base)
+    if len(prompts) < plan.prompts:
+        raise ConfigError(
+            f"trainer.train_batch_size: {plan.prompts} prompts a step, but only {len(prompts)} training prompts. Lower it to "
+            f"{len(prompts)} or less, or give more prompts."
+        )
 
     def policy(trainable: bool) -> Any:
         return build_policy(base.path, config, world.device, world.mesh, trainable)
@@ -135,8 +142,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
 
 def export(run: Run, base: Artifact, output: Path) -> None:
     """Write the policy of the last checkpoint in Hugging Face form, committed as `policy` in the run directory."""
-    final, policy = run.checkpoints.latest(), output / "policy"
-    assert final is not None, "the loop saves at its end"
+    final, policy = open_artifact(run.checkpoints.path(run.total_steps)), output / "policy"
     if policy.exists():
         try:
             if open_artifact(policy).key == final.digest:
@@ -148,6 +154,14 @@ def export(run: Run, base: Artifact, output: Path) -> None:
     export_policy(final.path / "tensors", "actor.", base.path, scratch)
     commit(scratch, policy, kind="policy", key=final.digest, results={"step": run.total_steps})
     run.log.line(f"Policy of step {run.total_steps} exported to {policy}")
+
+
+def _writable(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"--output_dir: {directory} cannot be made ({error.strerror}). Give a directory that you own.") from None
+    return directory
 
 
 def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path) -> None:
@@ -171,11 +185,12 @@ def _check_positions(config: Config, dataset: Artifact, base: Artifact) -> None:
 
     longest = dataset.results["prompt_length"]["max"]
     positions = getattr(AutoConfig.from_pretrained(base.path).get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest + config.rollout.max_new_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_new_tokens: {config.rollout.max_new_tokens} behind the longest prompt ({longest} tokens) is more than "
-            f"the {positions} positions of the model. Lower it, or data.max_prompt_length."
-        )
+    for name, most in {"rollout": config.rollout.max_new_tokens, "evaluation": config.eval_max_new_tokens}.items():
+        if positions is not None and longest + most > positions:
+            raise ConfigError(
+                f"{name}.max_new_tokens: {most} behind the longest prompt ({longest} tokens) is more than the {positions} "
+                "positions of the model. Lower it, or data.max_prompt_length."
+            )
 
 
 def _make(path: Path, identity: Any, write: Callable[[Path], dict[str, Any]]) -> None:

@@ -50,8 +50,9 @@ def inputs(tmp_path_factory) -> tuple[Path, Artifact, Artifact]:
     model = tiny_model(directory / "model", hidden_size=32)
     tiny_prompts(directory / "prompts.jsonl", 90)
     scratch = fresh_scratch(directory / "dataset")
-    tokenize(config_for(directory).data, load_tokenizer_dir(model), scratch)
-    yield directory, commit(scratch, directory / "dataset", kind="dataset", key="d"), Artifact(model, {"digest": "tiny"})
+    stats = tokenize(config_for(directory).data, load_tokenizer_dir(model), scratch)
+    dataset = commit(scratch, directory / "dataset", kind="dataset", key="d", results=stats)
+    yield directory, dataset, Artifact(model, {"digest": "tiny"})
     patch.undo()
 
 
