@@ -34,13 +34,19 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except Interrupted as error:
-        print(f"ppoflow: {error}", flush=True)
+        _say(f"ppoflow: {error}")
         code = EXIT_INTERRUPTED
     except USER_ERRORS as error:
         if isinstance(error, BrokenArtifact):
             raise  # not the user's doing: running again sets it aside
-        print(f"ppoflow: error: {error}", flush=True)
+        _say(f"ppoflow: error: {error}")
         code = EXIT_USER
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _say(paragraph: str) -> None:
+    """One line in one write: several ranks speak at once, and whoever reads the log takes a line for the whole message."""
+    sys.stdout.write(" ".join(paragraph.split()) + "\n")
+    sys.stdout.flush()
