@@ -1,7 +1,5 @@
 """The phases of a PPO step, each a function of its inputs; `rl_core.ppo` puts them in order."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +10,10 @@ from rl_core.data.prompts import Prompt
 from rl_core.distributed import World
 from rl_core.learner import Learner
 from rl_core.metrics import StepStatistics
+from rl_core.rewards import Reward
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
-
-Reward = Callable[[list[Prompt], list[str]], list[float]]
+from rl_core.together import together
 
 
 def generate(
@@ -24,18 +22,23 @@ def generate(
     """This rank's responses of a step: `plan.rows` rows for each mini-batch, one mini-batch after the other.
 
     Response number i of the step answers prompt i // rollout.n. Its random draws depend on (seed, step, i, position) only.
+
+    Raises:
+        NonFiniteError: a rank's logits are not finite (on all ranks).
     """
     parts = [list(plan.samples_of(rank, mini)) for mini in range(plan.mini_batches)]
     numbers = [number for part in parts for number in part]
-    batch = engine.generate(
-        [prompts[number // config.rollout.n].input_ids for number in numbers],
-        numbers,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        seed=config.trainer.seed,
-        step=step,
-        stop_ids=stop_ids,
-        batch_size=config.rollout.batch_size,
+    batch = together(
+        lambda: engine.generate(
+            [prompts[number // config.rollout.n].input_ids for number in numbers],
+            numbers,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            seed=config.trainer.seed,
+            step=step,
+            stop_ids=stop_ids,
+            batch_size=config.rollout.batch_size,
+        )
     )
     starts = [sum(map(len, parts[:mini])) for mini in range(len(parts))]
     padded = [
@@ -45,13 +48,17 @@ def generate(
 
 
 def score(reward: Reward, tokenizer, prompts: list[Prompt], batch: RolloutBatch, n: int) -> tuple[Tensor, list[dict]]:
-    """Rewards [B] of the responses (0 for dummy rows), and the responses as readable records. Empty responses count too."""
+    """Rewards [B] of the responses (0 for dummy rows), and the responses as readable records. Empty responses count too.
+
+    Raises:
+        RewardError: a response cannot be judged (on all ranks).
+    """
     real = [row for row, number in enumerate(batch.sample_index.tolist()) if number >= 0]
     numbers = batch.sample_index[real].tolist()
     asked = [prompts[number // n] for number in numbers]
     ids = batch.responses
     texts = tokenizer.batch_decode([ids[row] for row in real], skip_special_tokens=True)
-    rewards = reward(asked, texts)
+    rewards = together(lambda: reward(asked, texts))
     scores = torch.zeros(len(batch), device=batch.input_ids.device)
     scores[real] = torch.tensor(rewards, dtype=torch.float32, device=scores.device)
     records = [

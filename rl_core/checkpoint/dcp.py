@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from rl_core.checkpoint.metadata import read_metadata
-from rl_core.checkpoint.together import together
 from rl_core.errors import BrokenArtifact, ModelError, StoreError
+from rl_core.together import together
 
 FILE_BYTES = 2**28
 """A file is closed when it has reached this size."""

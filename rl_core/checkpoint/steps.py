@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact, scratch_of, set_aside
 from rl_core.checkpoint.dcp import load_tensors, save_tensors
-from rl_core.checkpoint.together import together
 from rl_core.digests import digest_file
 from rl_core.errors import BrokenArtifact
+from rl_core.together import together
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,16 @@ class Checkpoints:
             doomed = scratch_of(self.path(old))
             self.path(old).rename(doomed)
             shutil.rmtree(doomed)
+        self._remove_broken()
         return artifact
+
+    def _remove_broken(self) -> None:
+        """Of those set aside the latest is kept, to look into, until it is older than the newest two: each is gigabytes."""
+        broken = sorted(self.directory.glob(".step_*.broken-*"), key=_step_and_number)
+        oldest = self.steps()[-LEAST:][0]
+        for path in broken:
+            if path is not broken[-1] or _step_and_number(path)[0] < oldest:
+                shutil.rmtree(path)
 
     def _newest(self) -> Artifact | None:
         for step in reversed(self.steps()):
@@ -123,3 +132,9 @@ class Checkpoints:
         result = [together(lambda: action() if dist.get_rank() == 0 else None)]
         dist.broadcast_object_list(result, src=0)
         return result[0]
+
+
+def _step_and_number(aside: Path) -> tuple[int, int]:
+    """Of a directory's name that `set_aside` made: `.step_000010.broken-0`."""
+    _, step, number = aside.name.split(".")
+    return int(step.removeprefix("step_")), int(number.removeprefix("broken-"))

@@ -11,8 +11,6 @@ if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
 
 Reward = Callable[["list[Prompt]", list[str]], list[float]]
 
-_PROBED = 4
-
 
 def build_reward(config: ReasoningGymReward | FunctionReward) -> Reward:
     """The configured reward: prompts and the texts of their responses → one number each.
@@ -38,10 +36,9 @@ def reward_fingerprint(config: ReasoningGymReward | FunctionReward) -> dict[str,
 
 
 def probe(reward: Reward, prompts: "list[Prompt]") -> None:
-    """Judge a dummy response to each of a few real prompts, so that a wrong reward is found before a model is loaded.
+    """Judge a dummy response to each of these (a few real) prompts, so that a wrong reward is found before a model is loaded.
 
     Raises:
         RewardError: the reward cannot judge these prompts.
     """
-    some = list(prompts[:_PROBED])
-    reward(some, ["The answer is 0."] * len(some))
+    reward(prompts, ["The answer is 0."] * len(prompts))

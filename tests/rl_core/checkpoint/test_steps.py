@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_core.artifacts import open_artifact
 from rl_core.checkpoint.steps import Checkpoints
-from rl_core.errors import ModelError, StoreError
+from rl_core.errors import BrokenArtifact, ModelError, StoreError
 from tests.ranks import run_ranks
 
 
@@ -84,6 +85,30 @@ def test_a_broken_one_is_set_aside_and_the_previous_used(tmp_path: Path, how: st
     assert list((tmp_path / "c").glob(".step_000002.broken-*"))
     checkpoints.save(2, tensors(2), {}, "key")  # its place is free again
     assert checkpoints.steps() == [1, 2]
+
+
+def test_of_broken_ones_the_latest_is_kept_until_it_is_old(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "c", 1, 2, 3)
+
+    def broken() -> set[str]:
+        return {path.name for path in (tmp_path / "c").glob(".*")}
+
+    for step in (3, 2):
+        damage(checkpoints.path(step), "no manifest")
+    with pytest.raises(BrokenArtifact):
+        open_artifact(checkpoints.path(2))
+    assert checkpoints.latest() is None
+    assert broken() == {".step_000002.broken-0", ".step_000003.broken-0"}
+    saved(tmp_path / "c", 1)
+    assert broken() == {".step_000003.broken-0"}
+    saved(tmp_path / "c", 2, 3)
+    damage(checkpoints.path(3), "no manifest")
+    checkpoints.latest()
+    assert broken() == {".step_000003.broken-0", ".step_000003.broken-1"}
+    saved(tmp_path / "c", 3, 4)
+    assert broken() == {".step_000003.broken-1"}
+    saved(tmp_path / "c", 5)
+    assert broken() == set()
 
 
 def test_a_crash_before_the_rename_leaves_the_previous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from rl_core.errors import StoreError
+from rl_core import errors
+from rl_core.errors import PpoflowError
 
 T = TypeVar("T")
 
@@ -15,7 +16,8 @@ def together(action: Callable[[], T]) -> T:
 
     Raises:
         Exception: what `action` raised here.
-        StoreError: it raised on another rank only.
+        PpoflowError: it raised on another rank only. An error for users has the class and message that it has there, so that
+            all ranks end alike.
     """
     if not dist.is_initialized():
         return action()
@@ -24,11 +26,18 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001 – raised below, once the other ranks know
         failed = error
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if failed is None else f"{type(failed).__name__}: {failed}")
+    reasons: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if failed is None else (type(failed).__name__, str(failed)))
     if failed is not None:
         raise failed
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise StoreError(f"rank {rank} failed ({reason}).")
+            raise _rebuilt(rank, *reason)
     return result
+
+
+def _rebuilt(rank: int, name: str, message: str) -> PpoflowError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, PpoflowError):
+        return kind(message)
+    return PpoflowError(f"rank {rank} failed ({name}: {message}).")
