@@ -19,5 +19,6 @@ class ModelConfig(Section):
     chat_template: Runtime[str | None] = None
     """A Jinja file that replaces the tokenizer's chat template. Its content enters the keys."""
 
-    torch_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type in which forward and backward compute. Master weights, optimizer moments and saved checkpoints are float32."""
+    torch_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which forward and backward compute. Master weights, optimizer moments and saved checkpoints are float32.
+    float16 is not offered: its small gradients vanish without loss scaling, which bfloat16 (same range as float32) needs not."""

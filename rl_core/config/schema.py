@@ -64,7 +64,7 @@ class Config(Section):
     def training_identity(self) -> dict[str, Any]:
         """The part of the configuration that decides what each step of the training does (model, data and reward count by
         their content, beside this)."""
-        parts = ("model", "rollout", "algorithm", "trainer", "reward")
+        parts = ("model", "rollout", "algorithm", "trainer", "fsdp", "reward")
         return {name: getattr(self, name).identity() for name in parts}
 
     def total_steps(self, train_prompts: int) -> int:

@@ -83,7 +83,7 @@ class FsdpConfig(Section):
     activation_checkpointing: Runtime[bool] = False
     """Recompute each unit's activations in the backward instead of keeping them."""
 
-    reduce_dtype: Runtime[Literal["float32", "bfloat16"]] = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks. bfloat16 loses small contributions."""
 
 

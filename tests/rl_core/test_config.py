@@ -25,6 +25,7 @@ SMALL = {
         ({"algorithm.gamma": 1.5}, r"algorithm\.gamma = 1\.5"),
         ({"data.source.kind": "hubb"}, r"data\.source"),
         ({"checkpoint.keep": 1}, r"checkpoint\.keep = 1"),
+        ({"model.torch_dtype": "float16"}, r"model\.torch_dtype = 'float16': Input should be 'float32' or 'bfloat16'"),
         ({"trainer.train_batch_size": 10, "trainer.ppo_mini_batch_size": 4}, r"does not divide the 10 responses.*use 2 or 5"),
         ({"trainer.seed": 1, "trainer.seed.deep": 1}, r"--set trainer\.seed\.deep: seed is a value"),
     ],
@@ -80,7 +81,7 @@ def test_runtime_fields_stay_out_of_the_identity_and_all_others_are_in_it():
     assert parse_config(SMALL, same).training_identity() == config.training_identity()
     different = {
         "trainer.seed": 1, "rollout.temperature": 0.5, "algorithm.kl_in": "loss", "model.torch_dtype": "bfloat16",
-        "trainer.adam_beta2": 0.95, "trainer.train_batch_size": 8,
+        "trainer.adam_beta2": 0.95, "fsdp.reduce_dtype": "bfloat16", "trainer.train_batch_size": 8,
     }  # fmt: skip
     for key, value in different.items():
         change = {key: value}
