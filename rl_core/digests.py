@@ -1,18 +1,23 @@
 """sha256 of files and of JSON values; digests of files are remembered while their inode, size and times stay the same.
 
 So 15 GB are hashed once, and a byte changed by any program is noticed without hashing what did not change. Rot that
-touches no time stamp is found only with `remembered=False`.
+touches no time stamp is found only with `remembered=False`. A memory that cannot be read or written (full disk) costs
+time, not the run.
 """
 
 import hashlib
 import json
+import logging
 import os
 import sqlite3
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rl_core.home import home
+
+log = logging.getLogger(__name__)
 
 
 def canonical(value: Any) -> bytes:
@@ -32,17 +37,38 @@ def digest_file(path: Path, remembered: bool = True) -> str:
 
 def digest_files(paths: list[Path], remembered: bool = True) -> dict[Path, str]:
     """`digest_file` of several, with one look into the memory."""
-    with closing(_memory()) as memory:
-        known = {path: _recall(memory, path) if remembered else None for path in paths}
-        for path in paths:
-            if known[path] is None:
-                before = _stamp(path)
-                with path.open("rb") as file:
-                    known[path] = hashlib.file_digest(file, "sha256").hexdigest()
-                if _stamp(path) == before:  # else somebody is writing it: do not remember
-                    memory.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (str(path.resolve()), before, known[path]))
-        memory.commit()
-    return {path: digest for path, digest in known.items() if digest is not None}
+    stamps = {path: _stamp(path) for path in paths}
+    known = _recall(stamps) if remembered else {}
+    hashed = {}
+    for path in paths:
+        if path not in known and path not in hashed:
+            with path.open("rb") as file:
+                hashed[path] = hashlib.file_digest(file, "sha256").hexdigest()
+    # Somebody is writing a file whose stamp has changed: it is not remembered.
+    _remember([(path, stamps[path], digest) for path, digest in hashed.items() if _stamp(path) == stamps[path]])
+    return known | hashed
+
+
+def _recall(stamps: dict[Path, str]) -> dict[Path, str]:
+    query = "SELECT sha256 FROM digests WHERE path = ? AND stamp = ?"
+    try:
+        with closing(_memory()) as memory:
+            rows = {path: memory.execute(query, (str(path.resolve()), stamp)).fetchone() for path, stamp in stamps.items()}
+    except (sqlite3.Error, OSError) as error:
+        _warn(str(error))
+        return {}
+    return {path: row[0] for path, row in rows.items() if row}
+
+
+def _remember(digests: list[tuple[Path, str, str]]) -> None:
+    if not digests:
+        return
+    rows = [(str(path.resolve()), stamp, digest) for path, stamp, digest in digests]
+    try:
+        with closing(_memory()) as memory, memory:
+            memory.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", rows)
+    except (sqlite3.Error, OSError) as error:
+        _warn(str(error))
 
 
 def _memory() -> sqlite3.Connection:
@@ -52,10 +78,10 @@ def _memory() -> sqlite3.Connection:
     return memory
 
 
-def _recall(memory: sqlite3.Connection, path: Path) -> str | None:
-    query = "SELECT sha256 FROM digests WHERE path = ? AND stamp = ?"
-    row = memory.execute(query, (str(path.resolve()), _stamp(path))).fetchone()
-    return row[0] if row else None
+@cache
+def _warn(reason: str) -> None:
+    """Once per reason."""
+    log.warning("Digests of files are not remembered (%s: %s); files are hashed each time.", home() / "digests.sqlite", reason)
 
 
 def _stamp(path: Path) -> str:

@@ -1,0 +1,68 @@
+"""Digests of files: remembered while untouched, and right also where they cannot be remembered."""
+
+import hashlib
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rl_core.digests import digest_file, digest_files
+
+HOURS = hashlib.sha256(b"hours").hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_what_is_untouched_is_remembered_and_a_change_is_noticed(tmp_path: Path, home: Path) -> None:
+    file, other = tmp_path / "a", tmp_path / "b"
+    file.write_bytes(b"hours")
+    other.write_bytes(b"other")
+    assert digest_files([file, other])[file] == HOURS
+    with sqlite3.connect(home / "digests.sqlite") as memory:
+        memory.execute("UPDATE digests SET sha256 = 'remembered' WHERE path = ?", (str(file.resolve()),))
+    assert digest_file(file) == "remembered"
+    assert digest_file(file, remembered=False) == HOURS
+    file.write_bytes(b"house")
+    assert digest_file(file) == hashlib.sha256(b"house").hexdigest()
+
+
+def no_database(home: Path) -> None:
+    (home / "digests.sqlite").mkdir(parents=True)
+
+
+def no_sqlite(home: Path) -> None:
+    home.mkdir()
+    (home / "digests.sqlite").write_bytes(b"something else" * 100)
+
+
+def read_only(home: Path) -> None:
+    """A memory that lets itself be read but refuses every insertion, as on a full disk."""
+    home.mkdir()
+    with sqlite3.connect(home / "digests.sqlite") as memory:
+        memory.execute("CREATE TABLE digests (path TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT)")
+        memory.execute("CREATE TRIGGER full BEFORE INSERT ON digests BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+
+
+def no_home(home: Path) -> None:
+    home.write_text("a file")
+
+
+@pytest.mark.parametrize("spoil", [no_database, no_sqlite, read_only, no_home])
+def test_without_a_memory_files_are_hashed_each_time(tmp_path, home, spoil, caplog):
+    spoil(home)
+    file = tmp_path / "a"
+    file.write_bytes(b"hours")
+    with caplog.at_level(logging.WARNING):
+        assert [digest_file(file) for _ in range(3)] == [HOURS] * 3
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "digests.sqlite" in said
+
+
+def test_a_missing_file_is_an_error_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        digest_file(tmp_path / "none")
