@@ -5,12 +5,13 @@ import importlib.util
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import FunctionReward
-from rl_core.digests import digest_file
+from rl_core.digests import digest_file, digest_json
 from rl_core.errors import RewardError
 
 if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
@@ -83,10 +84,11 @@ def _file(config: FunctionReward) -> Path:
 
 def _load(config: FunctionReward) -> Callable[..., Any]:
     path = _file(config)
-    spec = importlib.util.spec_from_file_location(f"ppoflow_reward_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"ppoflow_reward_{digest_json(str(path.resolve()))}", path)
     if spec is None or spec.loader is None:
         raise RewardError(f"reward.path = {config.path} is no Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses, typing and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -127,6 +127,21 @@ def test_function_gets_the_sample(tmp_path, result):
     probe(reward, [prompt()])
 
 
+def test_a_file_with_a_dataclass_and_postponed_annotations(tmp_path):
+    code = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass
+class Grade:
+    kinds: ClassVar[int] = 1
+    points: float = 0.5
+"""
+    reward = build_reward(function(tmp_path, code + SIGNATURE + "    return Grade().points"))
+    assert reward([prompt()], ["2"]) == [0.5]
+
+
 @pytest.mark.parametrize(
     ("code", "name", "words"),
     [
