@@ -1,4 +1,4 @@
-"""Sums, means and whitening over the tokens that count.
+"""Sums and whitening over the tokens that count.
 
 Everything here selects with `torch.where`, never by multiplying: what stands at a masked place may be infinite or NaN
 (padding of another model's output), and 0 * inf is NaN.
@@ -21,11 +21,6 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the places where `mask` is true: a scalar."""
     return masked(values, mask).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the places where `mask` is true: a scalar, 0 where there is none."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
