@@ -1,4 +1,7 @@
-"""What `ppoflow run` would do, stage by stage, and why: `ppoflow explain`. Looks only; makes and moves nothing."""
+"""What `ppoflow run` would do, stage by stage, and why: `ppoflow explain`.
+
+It runs no stage and moves nothing, but it may download the model and the data, as far as their content must be known.
+"""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from typing import Literal
 from flows.inputs import model_source
 from rl_core.artifacts import open_artifact
 from rl_core.config import Config
-from rl_core.errors import BrokenArtifact
+from rl_core.errors import BrokenArtifact, ConfigError
 from tasks import convert_checkpoint, evaluate_policy, tokenize_dataset, train_policy
 from tasks.mlflow_registry import champion
 from tasks.runs import Run
@@ -22,7 +25,7 @@ class Outcome:
     """What becomes of a stage."""
 
     stage: str
-    outcome: Literal["reused", "resumes", "runs"]
+    outcome: Literal["reused", "resumes", "runs", "refused"]
     reason: str
 
 
@@ -45,7 +48,7 @@ def explain(config: Config) -> Iterator[Outcome]:
 def _look(key: Key, run: Run | None = None) -> Generator[Outcome, None, Reference | None]:
     """Yields the outcome; returns the reference to what exists."""
     reason = ""
-    if key.path.exists():
+    if key.path.exists() and not key.replacing:
         try:
             reference = reference_of(open_artifact(key.path), "reused")
         except BrokenArtifact as error:
@@ -53,12 +56,22 @@ def _look(key: Key, run: Run | None = None) -> Generator[Outcome, None, Referenc
         else:
             yield Outcome(key.stage, "reused", str(key.path))
             return reference
-    step = run.committed_step() if run is not None else 0
-    if run is not None and step:
-        yield Outcome(key.stage, "resumes", f"from step {step} of {run.steps} in {run.directory}")
-    else:
+    if run is None:
         yield Outcome(key.stage, "runs", reason or _novelty(key))
+    else:
+        yield _training(key, run, reason)
     return None
+
+
+def _training(key: Key, run: Run, reason: str) -> Outcome:
+    """What becomes of a training whose policy is not there."""
+    try:
+        run.check_length()
+    except ConfigError as error:
+        return Outcome(key.stage, "refused", str(error))
+    if step := run.committed_step():
+        return Outcome(key.stage, "resumes", f"from step {step} of {run.steps} in {run.directory}")
+    return Outcome(key.stage, "runs", reason or ("--fresh was begun" if key.replacing else _novelty(key)))
 
 
 def _novelty(key: Key) -> str:

@@ -29,7 +29,7 @@ class Stages:
         """The artifact of a stage: `stage.key` names it, the task of the stage's name makes or finds it."""
         key: Key = stage.key(config, *inputs)
         task: Task[..., Reference] = getattr(stage, key.stage)
-        if self.fresh:
+        if self.fresh or key.replacing:
             task = task.with_options(refresh_cache=True)
         reference = task(key, config, *inputs, fresh=self.fresh)
         row = self._note(key.stage, reference.state, reference.key, str(reference.path))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from rl_core.artifacts import Artifact, open_artifact
 from rl_core.config import Config
 from rl_core.digests import digest_json
-from rl_core.errors import BrokenArtifact
+from rl_core.errors import BrokenArtifact, ConfigError
 from rl_core.home import home
 from rl_core.identity import training_identity
 from tasks.store import Reference, manifests
@@ -49,7 +50,10 @@ class Run:
         return self.directory.with_name(f".{self.key}.lock")
 
     def finished(self, stage: str) -> dict[str, Any] | None:
-        """The manifest of the stored policy of this run and length, whatever code made it; None if there is none."""
+        """The manifest of the stored policy of this run and length, whatever code made it; None if there is none, or if a
+        training from step 0 is about to replace it."""
+        if self.replacing:
+            return None
         for manifest in manifests(stage):
             components = manifest["components"]
             if components.get("run_key") == self.key and components.get("steps") == self.steps:
@@ -92,8 +96,22 @@ class Run:
         partial.write_text(json.dumps(segments, indent=1), encoding="utf-8")
         os.replace(partial, self.directory / SEGMENTS)
 
+    def check_length(self) -> None:
+        """Raises ConfigError if the run is longer than what is asked for: steps cannot be taken back."""
+        done = self.committed_step()
+        if done > self.steps and self.policy() is None:
+            raise ConfigError(
+                f"trainer.max_steps: {self.steps} steps are asked for, but the run has {done} steps already ({self.directory}). "
+                "Raise trainer.max_steps or start over with --fresh."
+            )
+
+    @property
+    def replacing(self) -> bool:
+        """Whether a training from step 0 (`--fresh`) was begun and its policy is not stored yet: the earlier run lies aside."""
+        return any(self._replaced())
+
     def move_aside(self) -> None:
-        """Make room for a run from step 0; `remove_replaced` deletes it once that has come to its end."""
+        """Make room for a run from step 0. What is moved is also the mark of one, until `remove_replaced` deletes it."""
         number = 0
         while (aside := self.directory.with_name(f".{self.key}.replaced-{number}")).exists():
             number += 1
@@ -101,8 +119,11 @@ class Run:
 
     def remove_replaced(self) -> None:
         """Delete what `move_aside` left."""
-        for aside in self.directory.parent.glob(f".{self.key}.replaced-*"):
+        for aside in self._replaced():
             shutil.rmtree(aside)
+
+    def _replaced(self) -> Iterator[Path]:
+        return self.directory.parent.glob(f".{self.key}.replaced-*")
 
 
 def extended(earlier: list[Segment], done: int, steps: int, now: Segment) -> list[Segment]:

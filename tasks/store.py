@@ -36,6 +36,8 @@ class Key:
     stage: str
     value: str
     components: dict[str, Any]
+    replacing: bool = False
+    """Whether what is stored or remembered under it is to be made again."""
 
     @property
     def path(self) -> Path:

@@ -54,7 +54,7 @@ def _key_of(run: Run, segments: list[Segment]) -> Key:
         **flatten(run.identity, "run"),
         "segments": segments,
     }
-    return Key(STAGE.name, digest_json(components), components)
+    return Key(STAGE.name, digest_json(components), components, run.replacing)
 
 
 def circumstances(config: Config) -> Segment:
@@ -74,11 +74,15 @@ def train(key: Key, config: Config, dataset: Reference, base: Reference, fresh: 
         key: as `key()` gave it; another process may have got further since, so what holds is found out again here.
         dataset: of `tokenize_dataset`.
         base: of `convert_checkpoint`.
-        fresh: train from step 0 although there are checkpoints or a finished policy.
+        fresh: train from step 0 although there are checkpoints or a finished policy. Once begun, the plain command goes on
+            with it until its policy has replaced the finished one.
 
     Returns:
         The Hugging Face form of the policy (opens with `from_pretrained`) and `metrics.jsonl`, `train.log`, `config.yaml`.
         Its results: `step`, `run_key`, `segments`.
+
+    Raises:
+        ConfigError: the run has more steps than are asked for.
     """
     run = Run.of(config, dataset, base)
     writable(run.directory.parent)
@@ -94,24 +98,26 @@ def train(key: Key, config: Config, dataset: Reference, base: Reference, fresh: 
             pass
         if fresh:
             run.move_aside()
+        run.check_length()
         resumed_from = run.committed_step() or None
         segments = run.segments(circumstances(config))
 
         def make(scratch: Path) -> dict[str, Any]:
             policy = run.policy()
             if policy is None:
-                policy = _launch(run, segments, config, dataset, base, fresh)
+                policy = _launch(run, segments, config, dataset, base)
             _copy(policy, run, scratch)
             return {"step": run.steps, "run_key": run.key, "segments": segments}
 
-        reference = produce(_key_of(run, segments), make, fresh, notes=COPIED)
+        key = _key_of(run, segments)
+        reference = produce(key, make, key.replacing, notes=COPIED)
         run.remove_replaced()
         if resumed_from is None or reference.state == "reused":
             return reference
         return Reference(reference.stage, reference.key, reference.digest, "resumed", resumed_from)
 
 
-def _launch(run: Run, segments: list[Segment], config: Config, dataset: Reference, base: Reference, fresh: bool) -> Artifact:
+def _launch(run: Run, segments: list[Segment], config: Config, dataset: Reference, base: Reference) -> Artifact:
     """Train to the last step and export."""
     writable(run.directory)
     run.write_segments(segments)
@@ -119,7 +125,7 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
     config_path = run.directory / "config.yaml"
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     config_path.write_text(text, encoding="utf-8")
-    tracking = _tracking(config, run.key, fresh)
+    tracking = _tracking(config, run.key, fresh=run.replacing and not run.committed_step())
     with following(run.directory / "metrics.jsonl", [tracking, Progress(run.steps)]):
         run_ranks(
             PROGRAM,

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from flows import explain
+from rl_core.errors import ConfigError
 from rl_core.locks import locked
 from tasks import train_policy
 from tasks.runs import Run
@@ -55,11 +57,11 @@ def no_training(monkeypatch):
     monkeypatch.setattr(train_policy, "PROGRAM", "tests.tasks.there_is_no_such_program")
 
 
-def crash(settings, at, monkeypatch):
+def crash(settings, at, monkeypatch, fresh=False):
     with monkeypatch.context() as patch:
         patch.setenv("PPOFLOW_TEST_CRASH_AT", str(at))
         with pytest.raises(TrainingCrashed, match="out of luck"):
-            train(settings)
+            train(settings, fresh)
 
 
 def segments(reference):
@@ -160,6 +162,50 @@ def test_fresh_starts_over(tmp_path, monkeypatch):
     assert (reference.state, reference.resumed_from_step) == ("computed", None)
     assert "from 2" not in (reference.path / "train.log").read_text()
     assert [path.name for path in run.directory.parent.iterdir() if "replaced" in path.name] == []
+
+
+def outcome(settings):
+    """What `ppoflow explain` says of the training."""
+    dataset, base = inputs()
+    looks = explain._look(train_policy.key(settings, dataset, base), Run.of(settings, dataset, base))
+    return next(looks)
+
+
+def test_interrupted_fresh_goes_on_without_the_option(trained, monkeypatch):
+    settings, first = trained
+    written = (first.path / "manifest.json").stat().st_mtime_ns
+    crash(settings, 2, monkeypatch, fresh=True)
+    assert outcome(settings).outcome == "resumes"
+    assert "from step 2 of 4" in outcome(settings).reason
+    again = train(settings)
+    assert (again.state, again.resumed_from_step) == ("resumed", 2)
+    assert (again.path / "manifest.json").stat().st_mtime_ns > written
+    assert (again.path / "train.log").read_text().startswith("from 0 to 4")
+    assert outcome(settings).outcome == "reused"
+    no_training(monkeypatch)
+    assert train(settings).state == "reused"
+
+
+def test_fresh_interrupted_before_the_first_checkpoint_is_not_forgotten(trained, monkeypatch):
+    settings, _ = trained
+    crash(settings, 0, monkeypatch, fresh=True)
+    assert outcome(settings).outcome == "runs"
+    assert train_policy.key(settings, *inputs()).replacing  # Prefect's record of the earlier one does not count either
+    assert train(settings).state == "computed"
+    assert not train_policy.key(settings, *inputs()).replacing
+
+
+def test_fewer_steps_than_there_are_is_refused_before_anything_is_written(trained, tmp_path):
+    settings, reference = trained
+    shorter = config(tmp_path / "input", trainer__max_steps=3)
+    run = Run.of(settings, *inputs())
+    before = {name: (run.directory / name).read_bytes() for name in ("config.yaml", "segments.json")}
+    assert outcome(shorter).outcome == "refused"
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps: 3 .* has 4 steps already .* start over with --fresh"):
+        train(shorter)
+    assert {name: (run.directory / name).read_bytes() for name in before} == before
+    assert train(settings).key == reference.key
+    assert train(shorter, fresh=True).open().results["step"] == 3
 
 
 def test_waits_until_the_last_rank_of_a_predecessor_is_gone(tmp_path, caplog):
