@@ -11,6 +11,9 @@ import sys
 from rl_core.errors import EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER
 from rl_core.process import PARENT, die_with_parent
 
+LATER_SECONDS = 3
+"""A rank that dies this long after the first failure did not cause it."""
+
 
 def main(arguments: list[str]) -> int:
     """Run the ranks to their end; returns the exit code."""
@@ -25,19 +28,26 @@ def main(arguments: list[str]) -> int:
     except SignalException:
         return EXIT_INTERRUPTED
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        for rank, code in codes.items():
-            if code < 0:
-                print(f"rank {rank} was killed by {signal.Signals(-code).name}", flush=True)
-        return verdict(set(codes.values()))
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:
+                print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", flush=True)
+        _, first = error.get_first_failure()
+        return verdict([(failure.timestamp - first.timestamp, failure.exitcode) for failure in error.failures.values()])
     return EXIT_DONE
 
 
-def verdict(codes: set[int]) -> int:
-    """One exit code from those of the ranks that failed; negative ones are signals. A rank whose peers went away ends as a
-    crash, so a user error or an interruption of any rank explains the others; a rank that was killed explains all."""
-    if any(code < 0 and code != -signal.SIGTERM for code in codes):
+def verdict(failures: list[tuple[int, int]]) -> int:
+    """One exit code from the ranks that failed.
+
+    A rank that was killed explains the others, whatever they say: their peer went away. Not so one that was killed later
+    because it did not heed the end of the others. Then a user error or an interruption of any rank explains the crashes.
+
+    Args:
+        failures: of each rank, seconds after the first failure (torchrun notes whole ones) and exit code, negative for a signal.
+    """
+    if any(code < 0 and code != -signal.SIGTERM and seconds < LATER_SECONDS for seconds, code in failures):
         return EXIT_CRASH
+    codes = {code for _, code in failures if code >= 0 or code == -signal.SIGTERM}
     if EXIT_USER in codes:
         return EXIT_USER
     if codes <= {EXIT_INTERRUPTED, -signal.SIGTERM}:

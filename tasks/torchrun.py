@@ -28,9 +28,9 @@ from tasks.devices import rank_count, threads_per_rank
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
-STRAGGLER_SECONDS = 6.0
-"""Ranks end together (a barrier is the last thing that they do). One that stays this long after another has ended waits for
-the dead one in a collective; torchrun would give it 30 s."""
+STRAGGLER_SECONDS = 30.0
+"""Ranks end together: a barrier behind the export is the last thing that they do. One that stays this long after another has
+ended waits for it in a collective. torchrun knows this rule only for ranks that failed, not for one that ended well."""
 ERROR_PREFIX = "ppoflow: error: "
 
 
@@ -61,6 +61,7 @@ def run_ranks(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     tail: deque[str] = deque(maxlen=40)
+    said: list[str] = []
     ranks = rank_count(launch)
     command = [
         sys.executable, "-u", "-m", "tasks.agent", "--standalone", "--max-restarts=0",
@@ -71,6 +72,7 @@ def run_ranks(
         def record(line: str) -> None:
             log.write(line + "\n")
             tail.append(line)
+            said.extend(line.split(ERROR_PREFIX)[1:])  # anywhere in it: ranks that print at the same time share lines
             logger.info("%s", line)
 
         child = _Child(command, ranks, threads_per_rank(launch))
@@ -87,7 +89,7 @@ def run_ranks(
             raise
         finally:  # reached at once by a second Ctrl-C
             child.kill()
-    _raise_for(child.process.returncode, module, list(tail), log_path)
+    _raise_for(child.process.returncode, module, said, list(tail), log_path)
 
 
 class _Child:
@@ -183,15 +185,14 @@ def _send(processes: list[psutil.Process], number: signal.Signals) -> None:
             continue
 
 
-def _raise_for(code: int, module: str, tail: list[str], log_path: Path) -> None:
-    """The error that an exit code of the agent stands for."""
+def _raise_for(code: int, module: str, said: list[str], tail: list[str], log_path: Path) -> None:
+    """The error that an exit code of the agent stands for; `said` are the ranks' messages for the user."""
     if code == EXIT_DONE:
         return
     if code == EXIT_INTERRUPTED:
         raise Interrupted(f"{module} was stopped by a signal. Run the same command again to go on; its log is {log_path}.")
-    said = [line.removeprefix(ERROR_PREFIX) for line in tail if line.startswith(ERROR_PREFIX)]
     if code == EXIT_USER and said:
-        raise ConfigError(said[-1])
+        raise ConfigError(said[0])
     last = [line for line in tail if line.strip()][-12:]
     raise TrainingCrashed(
         f"{module} ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}. Running the same command again goes on "

@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from rl_core.config.trainer import LaunchConfig
-from rl_core.errors import ConfigError, Interrupted
+from rl_core.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_USER, ConfigError, Interrupted
+from tasks import torchrun
+from tasks.agent import verdict
 from tasks.torchrun import ROOT, TrainingCrashed, run_ranks
 
 RANK_PROGRAM = "tests.tasks.rank_program"
@@ -63,6 +65,47 @@ def test_crash_names_log_and_last_lines(tmp_path):
     assert str(tmp_path / "log") in str(caught.value)
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(torchrun, "STRAGGLER_SECONDS", 6.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_message_of_one_rank_while_the_other_has_to_be_killed(tmp_path):
+    """However much is printed after it."""
+    with pytest.raises(ConfigError, match=r"^trainer.seed: nobody likes it\.$"):
+        run("user-and-straggler", tmp_path)
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_rank_that_stays_when_another_has_ended_well(tmp_path):
+    with pytest.raises(TrainingCrashed, match="rank 0 was killed by SIGKILL"):
+        run("done-and-straggler", tmp_path)
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),
+    [
+        ([(0, 2)], EXIT_USER),
+        ([(0, 1), (1, 2)], EXIT_USER),  # the peer of the one that speaks to the user saw the connection end, and was faster
+        ([(0, 2), (30, -9)], EXIT_USER),
+        ([(0, -9), (0, 1)], EXIT_CRASH),
+        ([(1, -9), (0, 2)], EXIT_CRASH),  # found at the same time, just before and after a full second
+        ([(0, -9), (4, 75)], EXIT_CRASH),
+        ([(0, 75), (0, -15)], EXIT_INTERRUPTED),
+        ([(0, 75), (30, -9)], EXIT_INTERRUPTED),
+        ([(0, 75), (0, 1)], EXIT_CRASH),
+        ([(0, -11), (30, -9)], EXIT_CRASH),
+        ([(0, 1), (30, -9)], EXIT_CRASH),
+    ],
+)
+def test_one_exit_code_for_all_ranks(failures, code):
+    assert verdict(failures) == code
+
+
+@pytest.mark.usefixtures("impatient")
 def test_rank_killed_while_the_other_hangs(tmp_path):
     """The other rank waits for ever and does not heed SIGTERM, as in a collective."""
     with pytest.raises(TrainingCrashed, match="rank 1 was killed by SIGKILL"):
