@@ -3,10 +3,12 @@
 import contextvars
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import UUID
@@ -26,7 +28,7 @@ class Listener(Protocol):
     """Who is told of each step."""
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """A step, counted from 0, is done."""
+        """A step, counted from 0, is done. Told again with other metrics where a resumed training made it again."""
 
     def finish(self, status: Status) -> None:
         """The training has ended."""
@@ -34,21 +36,35 @@ class Listener(Protocol):
 
 @contextmanager
 def following(path: Path, listeners: Sequence[Listener]) -> Iterator[None]:
-    """While the block runs, tell the listeners of every whole line of `path`, and then how the block ended."""
+    """While the block runs, tell the listeners of every whole line of `path`, and then how the block ended.
+
+    What a listener raises is warned about once.
+    """
     ended = threading.Event()
     status: list[Status] = ["FINISHED"]
+    troubled: set[int] = set()
+
+    def tell(listener: Listener, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever one of them has, the others and the training go on
+            if id(listener) not in troubled:
+                troubled.add(id(listener))
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                logger.warning("%s cannot follow the training (%s), which goes on.", type(listener).__name__, reason)
 
     def follow() -> None:
         reader = _Lines(path)
         while True:
             last = ended.wait(POLL_SECONDS)  # asked before reading, so that the last lines are read
             for row in reader.rows():
+                step = row.pop("step")
                 for listener in listeners:
-                    listener.log_step(row["step"], {name: value for name, value in row.items() if name != "step"})
+                    tell(listener, partial(listener.log_step, step, row))
             if last:
                 break
         for listener in listeners:
-            listener.finish(status[0])
+            tell(listener, partial(listener.finish, status[0]))
 
     # The context tells Prefect which run the thread works for; a daemon does not keep a killed flow waiting.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), name="follower", daemon=True)
@@ -64,23 +80,38 @@ def following(path: Path, listeners: Sequence[Listener]) -> Iterator[None]:
 
 
 class _Lines:
-    """Reads a growing file of JSON lines. A resumed training first cuts off the steps that it makes again."""
+    """Reads a growing file of JSON lines. A resumed training first replaces it by one without the steps that it makes again."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, 0
+        self.path, self.offset, self.inode = path, 0, 0
+        self.seen: dict[int, int] = {}
+        """Of each step, the hash of its line: the file may have to be read again from its start."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows added since the last call."""
+        """The steps that are new, or other than they were, since the last call."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.offset:
-                    self.offset = 0
+                now = os.fstat(file.fileno())
+                if now.st_ino != self.inode or now.st_size < self.offset:
+                    self.offset, self.inode = 0, now.st_ino
                 file.seek(self.offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
+        except OSError:
             return []
         self.offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [row for line in whole.splitlines() if (row := self._news(line)) is not None]
+
+    def _news(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            row = json.loads(line)
+            step = row["step"]
+        except (ValueError, KeyError, TypeError):
+            self.offset = 0  # read while it was written: next time it is whole
+            return None
+        if self.seen.get(step) == hash(line):
+            return None
+        self.seen[step] = hash(line)
+        return row
 
 
 class Progress:

@@ -87,23 +87,31 @@ class Tracking:
         name: shown for the run.
         params: few and short.
         config: the whole configuration, kept as the run's `config.yaml`.
+        done: steps that are not made again. Those behind them that MLflow has are of a killed process and are sent again.
         fresh: make a new run although there is one.
     """
 
     def __init__(
-        self, experiment: str, run_key: str, name: str, params: Mapping[str, Any], config: Mapping[str, Any], fresh: bool = False
+        self,
+        experiment: str,
+        run_key: str,
+        name: str,
+        params: Mapping[str, Any],
+        config: Mapping[str, Any],
+        done: int = 0,
+        fresh: bool = False,
     ) -> None:
         self._experiment, self._run_key, self._name = experiment, run_key, name
-        self._params, self._config, self._fresh = params, config, fresh
+        self._params, self._config, self._done, self._fresh = params, config, done, fresh
         self.run_id: str | None = None
         """None until MLflow has answered."""
         self._pending: dict[int, Metrics] = {}
-        self._logged = 0
+        self._had = 0
         self._retry_at = 0.0
         self._warned = False
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step, counted from 0, unless an earlier process did."""
+        """Log the metrics of a step, counted from 0, unless an earlier process did and it is one of those done then."""
         self._pending[step] = metrics
         if time.monotonic() >= self._retry_at:
             self._send(None)
@@ -119,12 +127,12 @@ class Tracking:
             client = _client()
             run_id = self.run_id or self._open(client)
             for step in sorted(self._pending):
-                if step >= self._logged:
+                if step >= self._had:
                     self._log(client, run_id, step, self._pending[step])
                 del self._pending[step]
             if status is not None:
                 client.set_terminated(run_id, status)
-        except MlflowException as error:
+        except (MlflowException, OSError) as error:  # OSError: the disk's, and those of requests
             self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._warned:
                 self._warned = True
@@ -142,7 +150,7 @@ class Tracking:
             client.log_dict(run_id, dict(self._config), "config.yaml")
         else:
             client.update_run(run_id, status="RUNNING")
-            self._logged = _steps_logged(client, run_id)
+            self._had = min(self._done, _steps_logged(client, run_id))
         self.run_id = run_id
         return run_id
 
@@ -152,7 +160,6 @@ class Tracking:
         now = int(time.time() * 1000)
         values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         client.log_batch(run_id, metrics=values, tags=[RunTag(LOGGED, str(step + 1))])
-        self._logged = step + 1
 
 
 def _client() -> "MlflowClient":

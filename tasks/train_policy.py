@@ -125,7 +125,8 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
     config_path = run.directory / "config.yaml"
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     config_path.write_text(text, encoding="utf-8")
-    tracking = _tracking(config, run.key, fresh=run.replacing and not run.committed_step())
+    done = run.committed_step()
+    tracking = _tracking(config, run.key, done, fresh=run.replacing and not done)
     with following(run.directory / "metrics.jsonl", [tracking, Progress(run.steps)]):
         run_ranks(
             PROGRAM,
@@ -164,11 +165,11 @@ def catch_up(config: Config, policy: Artifact) -> None:
     """
     run_key = policy.results["run_key"]
     if steps_logged(run_key) < policy.results["step"]:
-        with following(policy.path / "metrics.jsonl", [_tracking(config, run_key)]):
+        with following(policy.path / "metrics.jsonl", [_tracking(config, run_key, policy.results["step"])]):
             logger.info("Sending to MLflow the metrics that it missed")
 
 
-def _tracking(config: Config, run_key: str, fresh: bool = False) -> Tracking:
+def _tracking(config: Config, run_key: str, done: int, fresh: bool = False) -> Tracking:
     """The whole configuration is an artifact of the MLflow run; its params are the few settings by which people compare."""
     params = {
         "model": Path(config.model.name_or_path).name or config.model.name_or_path,
@@ -179,7 +180,8 @@ def _tracking(config: Config, run_key: str, fresh: bool = False) -> Tracking:
         "kl_coef": config.algorithm.kl_coef,
         "seed": config.trainer.seed,
     }
-    return Tracking(config.registry.experiment, run_key, config.registry.name, params, config.model_dump(mode="json"), fresh)
+    whole = config.model_dump(mode="json")
+    return Tracking(config.registry.experiment, run_key, config.registry.name, params, whole, done, fresh)
 
 
 def _flow_run() -> str | None:

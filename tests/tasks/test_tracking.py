@@ -1,8 +1,10 @@
 import json
+import os
 import socket
 import threading
 
 import pytest
+import requests
 
 from tasks.progress import following
 from tasks.tracking import Tracking, experiment_id, find_run, steps_logged
@@ -36,16 +38,16 @@ def test_one_run_however_often_it_is_resumed():
     first.finish("KILLED")
     assert run_of("one").info.status == "KILLED"
 
-    second = tracking("one")  # goes on from the checkpoint of step 2: makes step 2 again
-    for step in range(2, 4):
-        second.log_step(step, {"loss": step / 2})
+    second = tracking("one", done=2)  # goes on from the checkpoint of step 2: makes step 2 again
+    for step in range(4):
+        second.log_step(step, {"loss": step / 2 if step < 2 else step})
     assert run_of("one").info.status == "RUNNING"
     second.finish("FINISHED")
     run = run_of("one")
     assert run.info.status == "FINISHED"
     assert run.info.run_id == first.run_id == second.run_id
     assert run.data.params == {"seed": "1"}
-    assert history(run.info.run_id) == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+    assert history(run.info.run_id) == [(0, 0.0), (1, 0.5), (2, 1.0), (2, 2.0), (3, 3.0)]
     assert steps_logged("one") == 4
 
 
@@ -98,7 +100,7 @@ class Listener:
         self.told.append(status)
 
 
-def test_following_a_growing_file(tmp_path):
+def test_following_a_file_that_grows_and_is_replaced(tmp_path, caplog):
     path, listener = tmp_path / "metrics.jsonl", Listener()
 
     def append(text: str) -> None:
@@ -109,15 +111,35 @@ def test_following_a_growing_file(tmp_path):
         with listener.changed:
             return listener.changed.wait_for(lambda: len(listener.told) >= count, 30)
 
-    with following(path, [listener]):
+    def replace(text: str) -> None:
+        (tmp_path / "partial").write_text(text)
+        os.replace(tmp_path / "partial", path)
+
+    with following(path, [Broken(), listener]):
         append(json.dumps({"step": 0, "a": 1}) + "\n" + '{"step": 1, ')
         assert wait(1)
         append('"a": 2}\n')
         assert wait(2)
-        path.write_text(json.dumps({"step": 0, "a": 1}) + "\n")  # a resumed training cuts off what was not saved
+        # A resumed training drops what was not saved and makes it again; the file is never shorter than what was read.
+        replace(json.dumps({"step": 0, "a": 1}) + "\n" + json.dumps({"step": 1, "a": 3}) + "\n" + "torn\n")
         assert wait(3)
-        append(json.dumps({"step": 1, "a": 2}) + "\n")
-    assert listener.told == [(0, {"a": 1}), (1, {"a": 2}), (0, {"a": 1}), (1, {"a": 2}), "FINISHED"]
+        append(json.dumps({"step": 2, "a": 4}) + "\n")
+        assert wait(4)
+        path.write_text(json.dumps({"step": 0, "a": 1}) + "\n")
+    assert listener.told == [(0, {"a": 1}), (1, {"a": 2}), (1, {"a": 3}), (2, {"a": 4}), "FINISHED"]
+    assert [record.getMessage() for record in caplog.records if record.name == "tasks.progress"] == [
+        "Broken cannot follow the training (ConnectionError: nobody listens), which goes on."
+    ]
+
+
+class Broken:
+    """A listener that has lost its server."""
+
+    def log_step(self, step, metrics) -> None:
+        raise requests.ConnectionError("nobody listens")
+
+    def finish(self, status) -> None:
+        raise requests.ConnectionError("nobody listens")
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (RuntimeError, "FAILED")])
