@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 STAGE = Stage(
     "convert_checkpoint",
     version=1,
-    sources=("rl_core/checkpoint/convert.py", "rl_core/checkpoint/dcp.py", "rl_core/models/source.py"),
+    sources=(
+        "rl_core/checkpoint/convert.py", "rl_core/checkpoint/dcp.py", "rl_core/checkpoint/metadata.py", "rl_core/models",
+    ),
     libraries=("torch", "transformers", "gguf"),
-)
+)  # fmt: skip
 
 
 def key(config: Config, source: "ModelSource") -> Key:

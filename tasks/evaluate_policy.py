@@ -28,8 +28,8 @@ MODEL_STAGE = Stage(
     "evaluate_model",
     version=1,
     sources=(
-        "rl_core/evaluate.py", "rl_core/phases.py", "rl_core/distributed.py", "rl_core/data/prompts.py", "rl_core/models",
-        "rl_core/rollout", "rl_core/rewards", "rl_core/algorithms",
+        "rl_core/evaluate.py", "rl_core/phases.py", "rl_core/batching.py", "rl_core/distributed.py", "rl_core/data",
+        "rl_core/models", "rl_core/checkpoint", "rl_core/rollout", "rl_core/rewards", "rl_core/algorithms",
     ),
     libraries=("torch", "transformers"),
 )  # fmt: skip
