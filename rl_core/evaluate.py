@@ -32,6 +32,7 @@ from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.rollout.sync import sync_weights
+from rl_core.together import together
 
 Z95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
@@ -68,15 +69,17 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     engine = RolloutEngine(model, getattr(torch, config.model.torch_dtype), world.device)
     sync_weights(policy, engine)
     tokenizer = load_tokenizer_dir(model)
-    batch = engine.generate(
-        [chosen[number].input_ids for number in mine],
-        list(mine),
-        max_new_tokens=config.eval_max_new_tokens,
-        temperature=settings.temperature,
-        seed=settings.seed,
-        step=0,
-        stop_ids=stop_ids_of(model, tokenizer),
-        batch_size=config.rollout.batch_size,
+    batch = together(
+        lambda: engine.generate(
+            [chosen[number].input_ids for number in mine],
+            list(mine),
+            max_new_tokens=config.eval_max_new_tokens,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            step=0,
+            stop_ids=stop_ids_of(model, tokenizer),
+            batch_size=config.rollout.batch_size,
+        )
     )
     _, records = phases.score(build_reward(config.reward), tokenizer, chosen, batch, n=1)
     divergence = kl_to_reference(policy, reference, batch.pad_rows(rows), config, world) if model != reference else None
