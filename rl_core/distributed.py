@@ -50,16 +50,6 @@ class World:
         dist.gather_object(value, values if self.is_main else None)
         return values
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier()
-
 
 @contextmanager
 def joined(launch: LaunchConfig) -> Iterator[World]:

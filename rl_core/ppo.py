@@ -14,6 +14,7 @@ from rl_core.learner import Learner
 from rl_core.metrics import RunLog, StepStatistics, Timer, mean_and_deviation
 from rl_core.models.policy import PolicyModel
 from rl_core.models.tensors import model_tensors, optimizer_tensors
+from rl_core.rewards import Reward
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sync import sync_weights
 
@@ -31,7 +32,7 @@ class Run:
     prompts: Prompts
     tokenizer: object
     stop_ids: set[int]
-    reward: phases.Reward
+    reward: Reward
     actor: Learner
     critic: Learner
     reference: PolicyModel | None

@@ -44,6 +44,7 @@ from rl_core.ppo import Run, train
 from rl_core.rewards import build_reward, probe
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
+from rl_core.together import together
 
 PROBED_PROMPTS = 4
 
@@ -71,15 +72,14 @@ def main(arguments: Sequence[str]) -> None:
         dataset, base = prepare(options, config, output, world)
         run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
         train(run)
-        if world.is_main:
-            export(run, base, output)
-        world.barrier()
+        together(lambda: export(run, base, output) if world.is_main else None)
 
 
 def prepare(options: argparse.Namespace, config: Config, output: Path, world: World) -> tuple[Artifact, Artifact]:
     """The tokenized prompts and the converted base model: the given ones, else made by rank 0 under the run directory."""
     dataset, base = options.dataset or output / "dataset", options.base or output / "base"
-    if world.is_main and not (options.dataset and options.base):
+
+    def make_missing() -> None:
         source = resolve(config.model)
         template = config.model.chat_template
         tokenizer = load_tokenizer(source, template)
@@ -89,7 +89,9 @@ def prepare(options: argparse.Namespace, config: Config, output: Path, world: Wo
         if not options.base:
             identity = [tokenizer_fingerprint(source, template), model_fingerprint(source)]
             _make(base, identity, lambda scratch: convert(source, tokenizer, scratch))
-    world.barrier()
+
+    if not (options.dataset and options.base):
+        together(lambda: make_missing() if world.is_main else None)
     return open_artifact(dataset), open_artifact(base)
 
 
@@ -97,7 +99,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
     plan, prompts, tokenizer = BatchPlan.of(config, world.size), Prompts(dataset.path, "train"), load_tokenizer_dir(base.path)
     reward = build_reward(config.reward)
-    probe(reward, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))])
+    together(lambda: probe(reward, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))

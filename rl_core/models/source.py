@@ -49,6 +49,7 @@ def resolve(config: ModelConfig) -> ModelSource:
 
     Raises:
         ModelError: there is no such model, it cannot be reached, or it has no config.json or no safetensors.
+        ConfigError: a revision of what has none.
     """
     name = config.name_or_path
     if name.startswith("models:"):
@@ -58,6 +59,8 @@ def resolve(config: ModelConfig) -> ModelSource:
         )
     path = Path(name).expanduser()
     revision = None
+    if config.revision is not None and ("://" in name or path.exists()):
+        raise no_revision(name)
     if "://" in name:
         path = fetch(name, WANTED)
     elif not path.exists():
@@ -74,6 +77,11 @@ def resolve(config: ModelConfig) -> ModelSource:
             raise ModelError(f"model.name_or_path: {path} is a file, but not a .gguf. Give the directory that it is in.")
         return ModelSource(path.parent, path.name)
     return _checked(ModelSource(path, revision=revision), name)
+
+
+def no_revision(name: str) -> ConfigError:
+    """The error for a `model.revision` beside a model that is not from the Hugging Face hub."""
+    return ConfigError(f"model.revision: only a Hugging Face id has revisions, and model.name_or_path is {name}. Leave it out.")
 
 
 def model_fingerprint(source: ModelSource) -> dict[str, str]:
