@@ -26,11 +26,13 @@ def model_source(config: Config) -> "ModelSource":
     Raises:
         ModelError, ConfigError: there is no such model.
     """
-    from rl_core.models.source import resolve
+    from rl_core.models.source import no_revision, resolve
 
     model = config.model
     if model.name_or_path.startswith("models:/"):
         from tasks.mlflow_registry import resolve_model_uri
 
-        model = model.model_copy(update={"name_or_path": str(resolve_model_uri(model.name_or_path)), "revision": None})
+        if model.revision is not None:
+            raise no_revision(model.name_or_path)
+        model = model.model_copy(update={"name_or_path": str(resolve_model_uri(model.name_or_path))})
     return resolve(model)

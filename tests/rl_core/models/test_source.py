@@ -31,6 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("source") / "model")
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_revision_of_what_has_none(model: Path, scheme: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.revision: only a Hugging Face id has revisions"):
+        resolve(named(f"{scheme}{model}", revision="main"))
+
+
 def test_a_directory(model: Path, tmp_path: Path) -> None:
     source = resolve(named(str(model)))
     assert (source.directory, source.gguf, source.revision) == (model, None, None)
