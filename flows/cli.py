@@ -6,6 +6,7 @@ Prefect, MLflow and torch are imported only by what needs them, so `--help` and 
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -182,9 +183,36 @@ def _say(message: str, code: int, words: Sequence[str] = (), error: BaseExceptio
         traceback.print_exception(error)
     print(f"ppoflow: error: {message}", file=sys.stderr)
     if words[:1] == ["run"]:
-        command = shlex.join(["ppoflow", *(word for word in words if word != "--fresh")])
-        print(f"ppoflow: to continue: {command}", file=sys.stderr)
+        print(f"ppoflow: to continue: {_command()}", file=sys.stderr)
     return code
+
+
+def _command() -> str:
+    """What to type to go on: this process's command, without `--fresh` once the training has begun again from step 0."""
+    from tasks.runs import begun_afresh
+
+    settings = [f"PPOFLOW_HOME={shlex.quote(os.environ['PPOFLOW_HOME'])}"] if os.environ.get("PPOFLOW_HOME") else []
+    module = sys.modules["__main__"].__spec__
+    if module is not None:
+        program = [_as_typed(sys.executable), "-m", module.name]
+    elif sys.argv[0].endswith(".py"):
+        program = [_as_typed(sys.executable), _as_typed(sys.argv[0])]
+    else:
+        program = [_as_typed(sys.argv[0])]
+    arguments = [word for word in sys.argv[1:] if word != "--fresh" or not begun_afresh]
+    return " ".join([*settings, shlex.join([*program, *arguments])])
+
+
+def _as_typed(program: str) -> str:
+    """The name of a program that is on PATH, else its path, relative where it is below the working directory."""
+    path = Path(program).absolute()
+    found = shutil.which(path.name)
+    if found is not None and Path(found).absolute() == path:
+        return path.name
+    if not path.is_relative_to(Path.cwd()):
+        return str(path)
+    relative = str(path.relative_to(Path.cwd()))
+    return relative if "/" in relative else f"./{relative}"
 
 
 def _where_it_is(error: BaseException) -> str:

@@ -22,6 +22,8 @@ from rl_core.identity import training_identity
 from tasks.store import Reference, manifests
 
 SEGMENTS = "segments.json"
+begun_afresh: set[str] = set()
+"""Keys of the runs that this process has begun again from step 0: going on with them needs no `--fresh`."""
 Segment = dict[str, Any]
 
 
@@ -116,6 +118,7 @@ class Run:
         while (aside := self.directory.with_name(f".{self.key}.replaced-{number}")).exists():
             number += 1
         os.rename(self.directory, aside)
+        begun_afresh.add(self.key)
 
     def remove_replaced(self) -> None:
         """Delete what `move_aside` left."""

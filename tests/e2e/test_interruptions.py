@@ -131,7 +131,7 @@ def test_a_run_killed_in_every_phase_ends_bit_identical(config, tmp_path):
         run.wait_until(saving(6))
         run.ranks()[-1].kill()
     assert run.process.returncode == 1
-    assert "ppoflow: to continue: ppoflow run" in run.log.read_text()
+    assert "ppoflow: to continue: PPOFLOW_HOME=" in run.log.read_text()
     with interrupted(config, home) as run:  # Ctrl-C: the running step is finished and saved
         run.wait_until(logged("Step 6 | Rollout completed"))
         run.process.send_signal(signal.SIGINT)

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def one_paragraph(result: "subprocess.CompletedProcess[str]") -> str:
     assert result.returncode == EXIT_USER, result.stderr
     assert len(said) == 1
     assert "Traceback" not in result.stderr + result.stdout
-    assert result.stderr.splitlines()[-1].startswith("ppoflow: to continue: ppoflow run ")
+    assert re.match(r"ppoflow: to continue: PPOFLOW_HOME=\S+ \S*python\S* -m flows\.cli run ", result.stderr.splitlines()[-1])
     return said[0]
 
 
@@ -93,6 +94,56 @@ def test_a_wrong_argument_is_one_paragraph(tmp_path: Path, arguments: tuple[str,
     said = one_paragraph(ppoflow("run", changed(tmp_path), *arguments, home=tmp_path / "home"))
     assert all(word in said for word in words)
     assert not (tmp_path / "home").exists()
+
+
+def test_the_command_that_continues_works_as_typed(tmp_path: Path) -> None:
+    """Through a shell, from a directory that is not on PATH, as `.venv/bin/ppoflow`, over a home with a space in its name."""
+    program = tmp_path / "bin" / "ppoflow"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nfrom flows.cli import main\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
+    home = tmp_path / "the home"
+    settings = environment(home)
+    typed = "bin/ppoflow run none.yaml --set 'registry.name=a b' --fresh --json report.json"
+    first = subprocess.run(typed, shell=True, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False)
+    said, command = first.stderr.splitlines()
+    expected = f"PPOFLOW_HOME='{home}' {typed}"  # nothing was begun afresh yet
+    assert command == f"ppoflow: to continue: {expected}"
+    del settings["PPOFLOW_HOME"]
+    again = subprocess.run(expected, shell=True, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False)
+    assert again.stderr == first.stderr
+    assert "none.yaml" in said
+    # Without the variable it is not named, and a program on PATH is its name.
+    settings["PATH"] = f"{program.parent}:{settings['PATH']}"
+    found = subprocess.run(
+        "ppoflow run none.yaml", shell=True, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False
+    )
+    assert found.stderr.splitlines()[-1] == "ppoflow: to continue: ppoflow run none.yaml"
+
+
+def test_the_flow_as_a_script(finished: Finished) -> None:
+    result = subprocess.run(
+        [sys.executable, "flows/post_training.py", str(finished.config)], cwd=ROOT, env=environment(finished.home),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("reused") == len(STAGES)
+
+
+def test_promote_and_roll_back(finished: Finished) -> None:
+    champion = finished.report["registered"]["version"]
+    promoted = ppoflow("promote", "tiny", str(champion), home=finished.home)
+    assert promoted.returncode == 0, promoted.stderr
+    assert promoted.stdout.startswith(f"The champion of tiny is version {champion}.")
+    for arguments, words in [(("promote", "tiny", "99"), "tiny has no version or alias 99"), (("rollback", "none"), "none")]:
+        refused = ppoflow(*arguments, home=finished.home)
+        assert refused.returncode == EXIT_USER
+        (said,) = refused.stderr.splitlines()
+        assert said.startswith("ppoflow: error: ")
+        assert words in said
+    rolled = ppoflow("rollback", "tiny", home=finished.home)
+    assert rolled.returncode == EXIT_USER
+    assert "replaced no other" in rolled.stderr
 
 
 def test_a_missing_configuration_is_one_paragraph(tmp_path: Path) -> None:

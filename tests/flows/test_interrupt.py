@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_core.errors import EXIT_INTERRUPTED
 from tests.flows.conftest import Finished
-from tests.pipeline import PPOFLOW, ROOT, environment
+from tests.pipeline import PPOFLOW, ROOT, environment, ppoflow
 
 CHECKPOINTS = "runs/*/checkpoints/step_*/manifest.json"
 
@@ -28,7 +29,11 @@ def processes_of(home: Path) -> Iterator[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("number", "seed", "code", "said"),
-    [(signal.SIGINT, 11, 130, "stopped by Ctrl-C"), (signal.SIGKILL, 13, -9, None)],
+    [
+        (signal.SIGINT, 11, 130, "stopped by Ctrl-C"),
+        (signal.SIGTERM, 12, EXIT_INTERRUPTED, "stopped by SIGTERM"),
+        (signal.SIGKILL, 13, -9, None),
+    ],
 )
 def test_nothing_is_left_of_a_stopped_run(finished: Finished, number: int, seed: int, code: int, said: str | None) -> None:
     before = set(finished.home.glob(CHECKPOINTS))
@@ -53,8 +58,17 @@ def test_nothing_is_left_of_a_stopped_run(finished: Finished, number: int, seed:
     if said is not None:
         assert said in next(line for line in errors.splitlines() if line.startswith("ppoflow: error: "))
         assert "Traceback" not in errors
-        assert "to continue: ppoflow run" in errors.splitlines()[-1]
+        assert "ppoflow: to continue: PPOFLOW_HOME=" in errors.splitlines()[-1]
     deadline = time.monotonic() + 10
     while left := list(processes_of(finished.home)):
         assert time.monotonic() < deadline, [one.cmdline() for one in left]
         time.sleep(0.1)
+    # What it had done is there; SIGINT and SIGTERM had the running step saved.
+    metrics = next(path.parents[2] for path in set(finished.home.glob(CHECKPOINTS)) - before) / "metrics.jsonl"
+    newest = max(int(path.parent.name[5:]) for path in metrics.parent.glob("checkpoints/step_*/manifest.json"))
+    if number != signal.SIGKILL:
+        assert newest == len(metrics.read_text(encoding="utf-8").splitlines())
+    else:
+        explained = ppoflow("explain", finished.config, *settings, home=finished.home)
+        training = next(line for line in explained.stdout.splitlines() if line.startswith("train_policy"))
+        assert f"resumes  from step {newest} of 1000" in training
