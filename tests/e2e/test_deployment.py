@@ -44,14 +44,15 @@ class Prefect:
         """`prefect …` to its end."""
         subprocess.run([PREFECT, *arguments], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, timeout=90, check=True)
 
-    def flow_run(self, scheduled: bool) -> dict[str, Any] | None:
-        """The first run that the schedule, or a person, has started; None where there is none yet."""
+    def flow_run(self, scheduled: bool, number: int = 0) -> dict[str, Any] | None:
+        """Of the runs that the schedule, or a person, has started, the first (0), second, …; None where there is none yet."""
         runs = httpx.post(f"{self.environment['PREFECT_API_URL']}/flow_runs/filter", json={"sort": "START_TIME_ASC"}).json()
-        return next((run for run in runs if run["auto_scheduled"] == scheduled and run["start_time"]), None)
+        started = [run for run in runs if run["auto_scheduled"] == scheduled and run["start_time"]]
+        return started[number] if number < len(started) else None
 
-    def ended(self, scheduled: bool, run_count: int = 1) -> dict[str, Any] | None:
+    def ended(self, scheduled: bool, number: int = 0, run_count: int = 1) -> dict[str, Any] | None:
         """`flow_run`, once its attempt number `run_count` has ended."""
-        run = self.flow_run(scheduled)
+        run = self.flow_run(scheduled, number)
         final = run is not None and run["state_type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
         return run if run and final and run["run_count"] == run_count else None
 
@@ -134,30 +135,49 @@ def processes_of(home: Path, program: str) -> list[psutil.Process]:
     return found
 
 
-def test_schedule_kill_and_retry(servers: Prefect, tmp_path: Path) -> None:
+def test_schedule_kill_retry_and_cancel(servers: Prefect, tmp_path: Path) -> None:
     servers.run("work-pool", "create", "local", "--type", "process")
     deploy(servers, tmp_path)
+    config = str(tiny_config(tmp_path))
+
+    def start(seed: int) -> "tuple[subprocess.Popen[str], Path]":
+        """A run by hand with 40 steps, and the manifest of its first checkpoint."""
+        finished = set(servers.home.glob(CHECKPOINTS))
+        parameters = {"config": config, "overrides": {"trainer.seed": seed, "trainer.max_steps": 40}}
+        watching = servers.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
+        return watching, wait_for(lambda: next(iter(set(servers.home.glob(CHECKPOINTS)) - finished), None), 300)
+
+    def nothing_trains() -> bool | None:
+        return None if processes_of(servers.home, "rl_core.train") else True
+
     with stopped_at_the_end(servers.start("worker", "start", "--pool", "local")) as worker:
-        wait_for(lambda: servers.flow_run(scheduled=True), 90)
+        wait_for(lambda: servers.flow_run(scheduled=True), 240)
         servers.run("--no-prompt", "deployment", "schedule", "clear", "--accept-yes", DEPLOYMENT)
-        scheduled = wait_for(lambda: servers.ended(scheduled=True), 150)
+        scheduled = wait_for(lambda: servers.ended(scheduled=True), 400)
         assert scheduled["state_type"] == "COMPLETED", scheduled["state"]["message"]
 
-        parameters = {"config": str(tiny_config(tmp_path)), "overrides": {"trainer.seed": 1, "trainer.max_steps": 40}}
-        finished = set(servers.home.glob(CHECKPOINTS))
-        watching = servers.start("deployment", "run", DEPLOYMENT, "--params", json.dumps(parameters), "--watch")
-        checkpoint = wait_for(lambda: next(iter(set(servers.home.glob(CHECKPOINTS)) - finished), None), 90)
+        watching, checkpoint = start(seed=1)
         children = psutil.Process(worker.pid).children()
         assert len(children) == 1, children
         children[0].kill()
-        killed = wait_for(lambda: servers.ended(scheduled=False), 30)
+        killed = wait_for(lambda: servers.ended(scheduled=False), 120)
         assert killed["state_type"] == "CRASHED"
-        assert watching.wait(30) == 1
-        wait_for(lambda: None if processes_of(servers.home, "rl_core.train") else True, 10)
+        assert watching.wait(120) == 1
+        wait_for(nothing_trains, 10)
 
         servers.run("flow-run", "retry", killed["id"])
-        again = wait_for(lambda: servers.ended(scheduled=False, run_count=2), 120)
+        again = wait_for(lambda: servers.ended(scheduled=False, run_count=2), 400)
         assert again["state_type"] == "COMPLETED", again["state"]["message"]
         log = (checkpoint.parents[2] / "train.log").read_text(encoding="utf-8")
         assert "Going on from step_" in log
         assert "of 40 steps are done" in log
+
+        watching, checkpoint = start(seed=2)
+        running = servers.flow_run(scheduled=False, number=1)
+        assert running is not None
+        servers.run("flow-run", "cancel", running["id"])
+        cancelled = wait_for(lambda: servers.ended(scheduled=False, number=1), 120)
+        assert cancelled["state_type"] == "CANCELLED"
+        wait_for(nothing_trains, 10)
+        assert watching.wait(120) == 1
+        assert checkpoint.exists() or list(checkpoint.parents[1].glob("step_*/manifest.json"))
