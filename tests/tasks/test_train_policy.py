@@ -94,13 +94,13 @@ def test_trained_then_found_again(tmp_path, monkeypatch):
 def test_crashed_and_resumed_is_as_if_never_crashed(tmp_path, monkeypatch):
     import mlflow
 
-    crash(config(tmp_path / "crash"), 2, monkeypatch)
-    run_key = Run.of(config(tmp_path / "crash"), *inputs()).key
+    crash(config(tmp_path / "crash", trainer__seed=5), 2, monkeypatch)
+    run_key = Run.of(config(tmp_path / "crash", trainer__seed=5), *inputs()).key
     client = mlflow.MlflowClient()
     assert client.get_run(find_run(run_key)).info.status == "FAILED"
-    planned = train_policy.key(config(tmp_path / "crash"), *inputs())
+    planned = train_policy.key(config(tmp_path / "crash", trainer__seed=5), *inputs())
 
-    reference = train(config(tmp_path / "crash"))
+    reference = train(config(tmp_path / "crash", trainer__seed=5))
     assert (reference.state, reference.resumed_from_step) == ("resumed", 2)
     assert reference.key == planned.value
     assert segments(reference) == [(0, 4)]
@@ -109,7 +109,7 @@ def test_crashed_and_resumed_is_as_if_never_crashed(tmp_path, monkeypatch):
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
 
     monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "uninterrupted"))
-    assert train_policy.key(config(tmp_path / "crash"), *inputs()).value == reference.key
+    assert train_policy.key(config(tmp_path / "crash", trainer__seed=5), *inputs()).value == reference.key
 
 
 def test_longer_run_goes_on_and_other_code_is_another_segment(trained, tmp_path, monkeypatch):
