@@ -20,9 +20,8 @@ STAGE = Stage(
 
 def key(config: Config, source: "ModelSource") -> Key:
     """The key of the dataset: the rows, the tokenizer with its chat template, and how the one meets the other."""
-    from rl_core.models.source import tokenizer_fingerprint
-
     from rl_core.data.sources import source_fingerprint
+    from rl_core.models.source import tokenizer_fingerprint
 
     return STAGE.key(
         config={"data": config.data.identity()},
@@ -42,9 +41,8 @@ def tokenize(key: Key, config: Config, source: "ModelSource", fresh: bool = Fals
     """
 
     def write(scratch: Path) -> dict[str, Any]:
-        from rl_core.models.source import load_tokenizer
-
         from rl_core.data.tokenize import tokenize
+        from rl_core.models.source import load_tokenizer
 
         return tokenize(config.data, load_tokenizer(source, config.model.chat_template), scratch)
 
