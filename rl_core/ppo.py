@@ -62,7 +62,6 @@ class Run:
         """Commit a checkpoint after so many steps (a collective)."""
         state = {
             "step": steps_done,
-            "prompts_taken": steps_done * self.plan.prompts,
             "skipped": {learner.name: learner.skipped for learner in (self.actor, self.critic)},
             "ranks": self.world.size,
         }
