@@ -11,8 +11,11 @@ from rl_core.errors import PpoflowError
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], process_group: dist.ProcessGroup | None = None) -> T:
     """Call `action` on this rank and wait until all ranks have called theirs. Collective where torch.distributed is initialised.
+
+    Args:
+        process_group: the ranks that take part; None: all.
 
     Raises:
         Exception: what `action` raised here.
@@ -26,8 +29,9 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001 – raised below, once the other ranks know
         failed = error
-    reasons: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if failed is None else (type(failed).__name__, str(failed)))
+    reasons: list[tuple[str, str] | None] = [None] * dist.get_world_size(process_group)
+    said = None if failed is None else (type(failed).__name__, str(failed))
+    dist.all_gather_object(reasons, said, group=process_group)
     if failed is not None:
         raise failed
     for rank, reason in enumerate(reasons):

@@ -25,6 +25,10 @@ class EvaluationConfig(Section):
     success_reward: float = 1.0
     """A response counts as right in `accuracy` from this reward on."""
 
+    every_steps: Annotated[Runtime[int | None], Field(gt=0)] = None
+    """Evaluate the policy in training on the same prompts after every so many steps (`val/…` among the metrics). null: only
+    the finished policy."""
+
     samples: NonNegativeInt = 20
     """Prompts and responses shown in the report."""
 
@@ -43,7 +47,7 @@ class GateConfig(Section):
 class RegistryConfig(Section):
     """The registered model in MLflow."""
 
-    name: Annotated[Runtime[str], Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    name: Annotated[Runtime[str], Field(pattern=r"^[A-Za-z0-9_-]+$")] = "policy"
     """Name of the registered model; MLflow allows no dot in it."""
 
     experiment: Runtime[str] = "ppoflow"

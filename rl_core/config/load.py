@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rl_core.config.schema import Config
+from rl_core.config.spellings import in_our_names, translated
 from rl_core.errors import ConfigError
 
 
@@ -61,19 +62,16 @@ def parse_config(
     Raises:
         ConfigError: unknown key, wrong value, a variable that is not set and has no default.
     """
-    merged: dict[str, Any] = _copy(values)
+    merged: dict[str, Any] = translated(values, origin)
     pairs = overrides.items() if isinstance(overrides, Mapping) else (_split_override(text) for text in overrides)
     for key, value in pairs:
-        _put(merged, key, value)
+        for name, meant in in_our_names(key, value, merged, origin).items():
+            _put(merged, name, meant)
     try:
         return Config.model_validate(_with_environment(merged, origin, ()))
     except ValidationError as error:
         problems = "; ".join(_describe(item) for item in error.errors())
         raise ConfigError(f"{origin}: {problems}.") from None
-
-
-def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _with_environment(value: Any, origin: str, where: tuple[Any, ...]) -> Any:

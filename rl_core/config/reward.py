@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_core.config.base import Runtime, Section
+from rl_core.config.model import PretrainedModel
+from rl_core.config.roles import RoleConfig
 
 
 class ReasoningGymReward(Section):
@@ -26,4 +28,11 @@ class FunctionReward(Section):
     """The function in it."""
 
 
-RewardConfig = Annotated[ReasoningGymReward | FunctionReward, Field(discriminator="kind")]
+class ModelReward(PretrainedModel, RoleConfig):
+    """A reward model: a sequence classifier with one output, or a causal language model, which gets a scalar head of random
+    values (only good for trials; that is said). Its score of prompt and response is the reward."""
+
+    kind: Literal["model"]
+
+
+RewardConfig = Annotated[ReasoningGymReward | FunctionReward | ModelReward, Field(discriminator="kind")]

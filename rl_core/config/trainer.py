@@ -1,17 +1,25 @@
-"""`trainer`: batches, optimizers, length of the run; `launch`: how many processes."""
+"""`trainer`: batches and length of the run; `launch`: the processes; `checkpoint`: what is saved."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rl_core.config.base import Runtime, Section
 
+Logger = Literal["console", "mlflow"]
+
 
 class TrainerConfig(Section):
-    """The PPO loop: its batches, its optimizers and when it ends. Sizes are global unless `per_device` says otherwise."""
+    """The PPO loop: its batches and when it ends. Sizes are global unless `per_device` says otherwise."""
+
+    type: Literal["ppo"] = "ppo"
+    """The algorithm's family."""
 
     seed: int = 0
     """Seed of prompt order, sampling and initialisation."""
+
+    shuffle: bool = True
+    """Take the prompts in another order in each epoch, by `seed`; false: in the order of the source."""
 
     max_steps: Annotated[Runtime[int | None], Field(gt=0)] = None
     """PPO steps (rollout + update) in all. A finished run goes on when this is raised. null: `num_train_epochs` decides."""
@@ -19,8 +27,12 @@ class TrainerConfig(Section):
     num_train_epochs: Annotated[Runtime[int], Field(gt=0)] = 1
     """Passes over the training prompts; has no effect with `max_steps`."""
 
-    train_batch_size: PositiveInt = 64
-    """Prompts per step; with `rollout.n` responses each."""
+    train_batch_size: PositiveInt | None = None
+    """Prompts per step; with `rollout.n` responses each. null: `per_device_train_batch_size` × `gradient_accumulation_steps` ×
+    ranks of the actor (responses) where `gradient_accumulation_steps` is given, else 64."""
+
+    gradient_accumulation_steps: Annotated[Runtime[int | None], Field(gt=0)] = None
+    """Micro-batches per step on each rank, from which `train_batch_size` follows; not beside it."""
 
     ppo_mini_batch_size: PositiveInt | None = None
     """Responses per optimizer step; must divide `train_batch_size × rollout.n`. null: all of them in one."""
@@ -28,29 +40,12 @@ class TrainerConfig(Section):
     per_device_train_batch_size: Annotated[Runtime[int], Field(gt=0)] = 8
     """Responses that one rank puts through the model at a time (micro-batch). Changes memory and speed, not the result."""
 
-    learning_rate: NonNegativeFloat = 1e-6
-    """Of the actor."""
+    max_tokens_per_micro_batch: Annotated[Runtime[int | None], Field(gt=0)] = None
+    """A token budget instead: a micro-batch takes as many responses as fit with their prompts, padding included, at least one.
+    Then `per_device_train_batch_size` has no effect but on `gradient_accumulation_steps`."""
 
-    critic_learning_rate: NonNegativeFloat = 1e-5
-    """Of the critic."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which both learning rates rise linearly from 0."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    """Of AdamW, both models."""
-
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's first moment."""
-
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's second moment."""
-
-    adam_epsilon: PositiveFloat = 1e-8
-    """AdamW's ε."""
-
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm, actor and critic apart."""
+    logger: Runtime[list[Logger]] = ["console", "mlflow"]
+    """Where the progress of a step is shown: a line of the log, the MLflow run. `metrics.jsonl` is written in any case."""
 
 
 class LaunchConfig(Section):
@@ -69,22 +64,19 @@ class LaunchConfig(Section):
     """After Ctrl-C, SIGTERM or a cancel, time for the running step to end and be saved, before the ranks are killed.
     Prefect kills a cancelled flow after 30 s."""
 
+    dist_backend: Runtime[Literal["nccl", "gloo"] | None] = None
+    """Communication between ranks. null: the environment's `TORCH_DISTRIBUTED_BACKEND`, else NCCL on GPUs and gloo on CPUs.
+    gloo on GPUs is slow, but passes where NCCL finds no way."""
 
-class FsdpConfig(Section):
-    """Sharding of parameters, gradients and optimizer states over the ranks (FSDP2 `fully_shard`)."""
+    dist_timeout_s: Runtime[PositiveFloat] = 3600.0
+    """A collective that takes longer fails, in every process group. Rank 0 tokenizes and converts while the others wait, when
+    training is started without prepared artifacts."""
 
-    fsdp_transformer_layer_cls_to_wrap: Runtime[list[str] | None] = None
-    """Classes of which each instance becomes a unit of its own. null: the model's own `_no_split_modules`."""
+    preflight_timeout_s: Runtime[NonNegativeFloat] = 60.0
+    """The first collective, before anything loads, must be through within this time; 0 leaves it out."""
 
-    reshard_after_forward: Runtime[bool] = True
-    """Free a unit's gathered parameters after its forward and gather them again for the backward: less memory, more
-    communication."""
-
-    activation_checkpointing: Runtime[bool] = False
-    """Recompute each unit's activations in the backward instead of keeping them."""
-
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks. bfloat16 loses small contributions."""
+    stall_report_s: Runtime[NonNegativeFloat] = 600.0
+    """A rank that stays in one phase longer than this is named in the log with its phase and where it stands; 0: never."""
 
 
 class CheckpointConfig(Section):

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.checkpoint.dcp import load_safetensors, load_tensors
-from rl_core.config.schema import Config
+from rl_core.config.model import PretrainedModel
+from rl_core.config.roles import TrainedRoleConfig
+from rl_core.config.schema import Config, Role
 from rl_core.errors import ModelError
+from rl_core.groups import Group
+from rl_core.models import lora, ulysses
+from rl_core.models.dtypes import usable_dtype
 from rl_core.models.policy import PolicyModel
 from rl_core.models.sharding import shard, unit_classes
 from rl_core.models.tensors import model_tensors
@@ -26,72 +30,94 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def build_policy(base_dir: Path, config: Config, device: torch.device, mesh: DeviceMesh, trainable: bool) -> PolicyModel:
-    """The policy (actor or reference) with the weights of `base_dir`. Collective.
+def build_policy(
+    base_dir: Path, config: Config, role: Role, group: Group, device: torch.device, trainable: bool
+) -> PolicyModel:
+    """The policy (actor or reference) with the weights of `base_dir`. Collective over the group.
 
     Args:
         base_dir: a base artifact (`weights/`), or a Hugging Face directory of safetensors.
-        mesh: one-dimensional, over all ranks.
-        trainable: False freezes it (reference).
+        role: whose settings count.
+        trainable: False freezes it.
 
     Raises:
-        ConfigError: `fsdp.fsdp_transformer_layer_cls_to_wrap` does not fit the model.
+        ConfigError: `fsdp.wrap_policy` does not fit the model.
         ModelError: the weights do not fit config.json.
     """
-    causal = empty_model(base_dir)
-    module = PolicyModel(causal)
-    _shard_and_materialise(module, causal, config, device, mesh)
+    causal = empty_model(base_dir, config.model, _held_in(config, role, device, trainable))
+    module = PolicyModel(causal, group)
+    _adapt_shard_and_materialise(module, causal, config, role, group, device, trainable)
     causal.tie_weights()
-    _load(model_tensors(module), base_dir, set(causal.all_tied_weights_keys))
-    return module.requires_grad_(trainable).eval()
+    _load(model_tensors(module), base_dir, set(causal.all_tied_weights_keys), group)
+    return _ready(module, trainable)
 
 
-def build_critic(base_dir: Path, config: Config, device: torch.device, mesh: DeviceMesh) -> ValueModel:
+def build_critic(base_dir: Path, config: Config, group: Group, device: torch.device) -> ValueModel:
     """The critic: the backbone of `base_dir` and a value head of zeros. Collective; arguments as `build_policy`."""
-    causal = empty_model(base_dir)
-    module = ValueModel(causal.base_model)  # type: ignore[arg-type]
-    _shard_and_materialise(module, causal, config, device, mesh)
+    causal = empty_model(base_dir, config.model, _held_in(config, "critic", device, trainable=True))
+    module = ValueModel(causal.base_model, group)  # type: ignore[arg-type]
+    _adapt_shard_and_materialise(module, causal, config, "critic", group, device, trainable=True)
     tensors = model_tensors(module)
     with torch.no_grad():
         for name in [name for name in tensors if name.startswith("value_head.")]:
             tensors.pop(name).zero_()
     prefix = f"{causal.base_model_prefix}."
     names = {name.replace("backbone.", prefix, 1): tensor for name, tensor in tensors.items()}
-    _load(names, base_dir, {name for name in causal.state_dict() if not name.startswith(prefix)})
-    return module.eval()
+    _load(names, base_dir, {name for name in causal.state_dict() if not name.startswith(prefix)}, group)
+    return _ready(module, trainable=True)
 
 
-def empty_model(directory: Path) -> "PreTrainedModel":
-    """The transformers model that config.json describes, float32, on the meta device (no memory, no values)."""
+def empty_model(directory: Path, settings: PretrainedModel, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """The transformers model that config.json describes, on the meta device (no memory, no values)."""
     from transformers import AutoConfig
 
     try:
-        return empty_model_of(AutoConfig.from_pretrained(directory))
+        return empty_model_of(AutoConfig.from_pretrained(directory), settings, dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{directory}/config.json: transformers cannot build this model ({error}).") from error
 
 
-def empty_model_of(config: "PretrainedConfig") -> "PreTrainedModel":
-    """As `empty_model`, of a transformers configuration. SDPA attention where the class has it, else its own."""
+def empty_model_of(
+    config: "PretrainedConfig", settings: PretrainedModel, dtype: torch.dtype = torch.float32
+) -> "PreTrainedModel":
+    """As `empty_model`, of a transformers configuration. The wanted attention where the class has it, else its own."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        except ValueError:
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn_implementation)
+        except (ValueError, ImportError):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
-def _shard_and_materialise(
-    module: nn.Module, causal: "PreTrainedModel", config: Config, device: torch.device, mesh: DeviceMesh
+def _held_in(config: Config, role: Role, device: torch.device, trainable: bool) -> torch.dtype:
+    """The type of the parameters: master weights, or what a frozen model computes in."""
+    if trainable:
+        return getattr(torch, config.fsdp_of(role).master_dtype)
+    return usable_dtype(config, role, device)
+
+
+def _adapt_shard_and_materialise(
+    module: nn.Module, causal: "PreTrainedModel", config: Config, role: Role, group: Group, device: torch.device, trainable: bool
 ) -> None:
-    classes = unit_classes(causal, config.fsdp.fsdp_transformer_layer_cls_to_wrap)
-    name = f"{type(module).__name__} of {type(causal).__name__}"
-    report = shard(module, classes, config, mesh)
-    if mesh.get_rank() == 0:
-        log.info("%s: %s", name, report)
+    settings, own = config.fsdp_of(role), config.role(role)
+    if trainable and isinstance(own, TrainedRoleConfig) and own.lora is not None:
+        lora.add_adapters(causal, own.lora)
+    if group.sequence_group is not None:
+        ulysses.enable(causal, group.sequence_group)
+    classes = unit_classes(causal, settings.wrap_policy)
+    report = shard(module, classes, settings, usable_dtype(config, role, device), group.mesh)
+    if group.rank == 0:
+        log.info("%s (%s): %s", role, type(causal).__name__, report)
     module.to_empty(device=device)
     _restore_buffers(causal)
+
+
+def _ready(module, trainable: bool):  # noqa: ANN001, ANN202
+    adapted = lora.initialise(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable and (not adapted or lora.is_adapter(name) or name.startswith("value_head.")))
+    return module.eval()
 
 
 def _restore_buffers(causal: "PreTrainedModel") -> None:
@@ -111,9 +137,9 @@ def _restore_buffers(causal: "PreTrainedModel") -> None:
         raise ModelError(f"{type(causal).__name__} does not say how to compute its buffers {', '.join(left[:10])}.")
 
 
-def _load(tensors: dict[str, torch.Tensor], base_dir: Path, superfluous: set[str]) -> None:
+def _load(tensors: dict[str, torch.Tensor], base_dir: Path, superfluous: set[str], group: Group) -> None:
     """Fill `tensors` from a base artifact or a Hugging Face directory, which may hold the `superfluous` names too."""
     if (base_dir / "weights").is_dir():
-        load_tensors(tensors, base_dir / "weights", ignored=superfluous, cast=True)
+        load_tensors(tensors, base_dir / "weights", ignored=superfluous, cast=True, process_group=group.process_group)
     else:
-        load_safetensors(tensors, base_dir, ignored=superfluous)
+        load_safetensors(tensors, base_dir, ignored=superfluous, process_group=group.process_group)
