@@ -13,7 +13,7 @@ from rl_core.rollout.batch import RolloutBatch
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The resolved batch sizes of a run on `ranks` ranks."""
+    """The resolved batch sizes of a run."""
 
     prompts: int
     """Prompts per step."""
@@ -23,20 +23,20 @@ class BatchPlan:
     """Responses per optimizer step, over all ranks."""
     micro_batch: int
     """Responses per forward and backward on one rank."""
+    micro_tokens: int | None
+    """Tokens per forward and backward on one rank instead, padding included."""
     ppo_epochs: int
-    ranks: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int) -> "BatchPlan":
-        """The plan that a config gives on a number of ranks."""
-        rows = math.ceil(config.mini_batch_size / ranks)
+    def of(cls, config: Config) -> "BatchPlan":
+        """The plan of a settled configuration."""
         return cls(
-            prompts=config.trainer.train_batch_size,
+            prompts=config.samples_per_step // config.rollout.n,
             responses=config.samples_per_step,
             mini_batch=config.mini_batch_size,
-            micro_batch=min(config.trainer.per_device_train_batch_size, rows),
+            micro_batch=config.trainer.per_device_train_batch_size,
+            micro_tokens=config.trainer.max_tokens_per_micro_batch,
             ppo_epochs=config.algorithm.ppo_epochs,
-            ranks=ranks,
         )
 
     @property
@@ -45,28 +45,50 @@ class BatchPlan:
         return self.responses // self.mini_batch
 
     @property
-    def rows(self) -> int:
-        """Rows of a mini-batch on one rank, zero-weight ones included: the same on every rank."""
-        return math.ceil(self.mini_batch / self.ranks)
-
-    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps per PPO step."""
         return self.mini_batches * self.ppo_epochs
 
-    def samples_of(self, rank: int, mini_batch: int) -> range:
-        """The numbers, within the step, of the responses of a mini-batch that a rank generates and trains on."""
-        start = mini_batch * self.mini_batch
-        end = start + self.mini_batch
-        return range(min(start + rank * self.rows, end), min(start + (rank + 1) * self.rows, end))
+    def portions(self, batch: RolloutBatch, parts: int, part: int) -> list[Tensor]:
+        """Row numbers of the micro-batches in which one of `parts` data-parallel ranks computes a batch.
 
-    def describe(self) -> str:
-        """The plan in words, for the log."""
-        accumulation = math.ceil(self.rows / self.micro_batch)
+        Each rank takes as many rows (one fewer where they do not divide); rows of like length are together, for less padding,
+        and the longest come first, so that a lack of memory shows at once. All parts get the same number of micro-batches,
+        some of them without rows where they do not divide: every rank runs the same collectives.
+        """
+        length = batch.prompt_length + batch.response_length
+        order = torch.argsort(length, descending=True, stable=True).tolist()
+        lengths = length.tolist()
+        cut = [self._cut(order[index::parts], lengths) for index in range(parts)]
+        most = max(map(len, cut))
+        return [torch.tensor(rows, dtype=torch.long) for rows in cut[part]] + [torch.tensor([], dtype=torch.long)] * (
+            most - len(cut[part])
+        )
+
+    def _cut(self, rows: list[int], lengths: list[int]) -> list[list[int]]:
+        if self.micro_tokens is None:
+            return [rows[start : start + self.micro_batch] for start in range(0, len(rows), self.micro_batch)]
+        cut: list[list[int]] = []
+        for row in rows:  # the first of a portion is its longest
+            if cut and lengths[cut[-1][0]] * (len(cut[-1]) + 1) <= self.micro_tokens:
+                cut[-1].append(row)
+            else:
+                cut.append([row])
+        return cut
+
+    def describe(self, parts: int) -> str:
+        """The plan in words, for the log, where the actor's ranks divide the responses into `parts`."""
+        rows = math.ceil(self.mini_batch / parts)
+        micro = min(self.micro_batch, rows)
+        portions = (
+            f"{math.ceil(rows / micro)} micro-batch(es) of {micro}"
+            if self.micro_tokens is None
+            else f"micro-batches of at most {self.micro_tokens} tokens"
+        )
         return (
             f"Batch plan: {self.prompts} prompts, {self.responses} responses a step; {self.mini_batches} mini-batch(es) of "
             f"{self.mini_batch} responses × {self.ppo_epochs} epoch(s) = {self.optimizer_steps} optimizer step(s); on each of "
-            f"{self.ranks} rank(s) {self.rows} responses a mini-batch in {accumulation} micro-batch(es) of {self.micro_batch}"
+            f"{parts} data-parallel rank(s) {rows} responses a mini-batch in {portions}"
         )
 
 
@@ -85,25 +107,17 @@ class Experience:
     returns: Tensor
 
     def select(self, rows: Tensor) -> "Experience":
-        """The given rows, as narrow as they allow."""
-        part = self.batch.select(rows)
-        columns = {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": part}
-        narrow = {name: value[rows, : part.width] for name, value in columns.items() if isinstance(value, Tensor)}
-        return Experience(**columns | narrow)
+        """The given rows, as narrow as they allow; without rows, one dummy row of no weight."""
+        part = self.batch.select(rows) if len(rows) else self.batch.select(rows).pad_rows(1)
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "batch"}
+        blank = torch.zeros(len(part), part.width, device=part.input_ids.device)
+        chosen = {
+            name: None if tensor is None else tensor[rows, : part.width] if len(rows) else blank for name, tensor in tensors.items()
+        }
+        return Experience(batch=part, **chosen)
 
     def mini_batches(self, plan: BatchPlan) -> "Iterator[Experience]":
-        """This rank's part of each mini-batch, `ppo_epochs` times over."""
-        rows = torch.arange(len(self.batch)).split(plan.rows)
+        """The mini-batches in the order of the samples, `ppo_epochs` times over."""
+        rows = torch.arange(len(self.batch)).split(plan.mini_batch)
         for _ in range(plan.ppo_epochs):
             yield from map(self.select, rows)
-
-    def micro_batches(self, size: int) -> "list[Experience]":
-        """Portions of at most `size` rows."""
-        return [self.select(rows) for rows in by_length(self.batch, size)]
-
-
-def by_length(batch: RolloutBatch, size: int) -> list[Tensor]:
-    """Row numbers of portions of `size` rows, rows of like length together (less padding); longest first, so that a lack
-    of memory shows at once."""
-    order = torch.argsort(batch.prompt_length + batch.response_length, descending=True, stable=True)
-    return list(order.split(size))

@@ -21,18 +21,25 @@ from typing import Any
 import torch
 
 from rl_core import algorithms, phases
+from rl_core.batching import BatchPlan
 from rl_core.config import Config, load_config
-from rl_core.data.prompts import Prompt, Prompts
-from rl_core.distributed import World, joined, seed_global_generators
+from rl_core.config.roles import MappingConfig
+from rl_core.config.schema import Role as RoleName
+from rl_core.data.prompts import Prompts
+from rl_core.distributed import World, joined, seed_global_generators, set_timeouts
 from rl_core.entry import run_program
+from rl_core.groups import Group, make_groups
 from rl_core.models.build import build_policy
+from rl_core.models.dtypes import usable_dtype
+from rl_core.models.reward_model import build_reward_model
 from rl_core.models.source import load_tokenizer_dir
 from rl_core.rewards import build_reward
+from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.rollout.sync import sync_weights
-from rl_core.together import together
+from rl_core.validation import held_out
 
 Z95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
@@ -49,6 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     config = load_config(options.config_path)
     with joined(config.launch) as world:
+        config = config.settled(world.size)
         records = evaluate(config, options.model, options.reference, Prompts(options.dataset, "eval"), world)
     if world.is_main:
         with (options.output_dir / "samples.jsonl").open("w", encoding="utf-8") as file:
@@ -58,51 +66,61 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, world: World) -> list[dict[str, Any]]:
-    """One record per prompt, in the order of the prompts, on rank 0; [] elsewhere."""
-    settings = config.evaluation
-    chosen = evaluated(prompts, settings.prompts)
-    rows = math.ceil(len(chosen) / world.size)
-    mine = range(world.rank * rows, min((world.rank + 1) * rows, len(chosen)))
+    """One record per prompt, in the order of the prompts. Collective; the same on all ranks."""
+    settings, plan = config.evaluation, BatchPlan.of(config)
+    chosen = held_out(prompts, settings.prompts)
     seed_global_generators(settings.seed, world.rank)
+    # One model at a time, on all ranks alike, wherever training places its roles.
+    config = config.model_copy(update={"model_mapping": MappingConfig()})
+    reward = build_reward(config.reward)
+    roles: list[RoleName] = ["actor"] if reward is not None else ["actor", "reward"]
+    groups = make_groups(config, roles, world.device.type)
+    set_timeouts(config.launch.dist_timeout_s)
 
-    policy = build_policy(model, config, world.device, world.mesh, trainable=False)
-    engine = RolloutEngine(model, getattr(torch, config.model.torch_dtype), world.device)
-    sync_weights(policy, engine)
     tokenizer = load_tokenizer_dir(model)
-    batch = together(
-        lambda: engine.generate(
-            [chosen[number].input_ids for number in mine],
-            list(mine),
-            max_new_tokens=config.eval_max_new_tokens,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            step=0,
-            stop_ids=stop_ids_of(model, tokenizer),
-            batch_size=config.rollout.batch_size,
-        )
+    policy = _frozen(model, config, groups["actor"], world)
+    engine = RolloutEngine(model, usable_dtype(config, "actor", world.device), world.device)
+    with policy.loaded():
+        sync_weights(policy.module, engine)
+    batch = phases.generate(
+        engine,
+        policy,
+        chosen,
+        n=1,
+        max_new_tokens=config.eval_max_new_tokens,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        step=0,
+        stop_ids=stop_ids_of(model, tokenizer),
+        batch_size=config.rollout.batch_size,
+        device=world.device,
     )
-    _, records = phases.score(build_reward(config.reward), tokenizer, chosen, batch, n=1)
-    divergence = kl_to_reference(policy, reference, batch.pad_rows(rows), config, world) if model != reference else None
+    if reward is not None:
+        scores = phases.score(reward, tokenizer, chosen, batch, 1, world)
+    else:
+        judge = build_reward_model(config, groups["reward"], world.device, tokenizer)
+        scores = phases.score_by_model(Role("reward", judge, groups["reward"], config, world.device), batch, plan)
+    divergence = torch.zeros(len(batch))
+    if model != reference:
+        base = _frozen(reference, config, groups["actor"], world)
+        divergence = kl_to_reference(policy, base, batch, plan)
+    records = phases.records(tokenizer, chosen, batch, scores, n=1)
     for row, record in enumerate(records):
         record["prompt_id"] = chosen[record.pop("sample")].prompt_id
         record["response_tokens"] = int(batch.response_length[row])
         record["truncated"] = bool(batch.truncated[row])
-        record["kl"] = 0.0 if divergence is None else float(divergence[row])
-    return [record for part in world.gather(records) for record in part]
+        record["kl"] = float(divergence[row])
+    return records
 
 
-def evaluated(prompts: Prompts, most: int) -> list[Prompt]:
-    """The held-out prompts that are asked: each once, the first by their content hashes, whatever order the files have."""
-    distinct = {prompt.prompt_id: prompt for prompt in (prompts[i] for i in range(len(prompts)))}
-    return [distinct[prompt_id] for prompt_id in sorted(distinct)][:most]
+def _frozen(directory: Path, config: Config, group: Group, world: World) -> Role:
+    module = build_policy(directory, config, "actor", group, world.device, trainable=False)
+    return Role("actor", module, group, config, world.device)
 
 
-def kl_to_reference(policy: Any, reference: Path, batch: RolloutBatch, config: Config, world: World) -> torch.Tensor:
+def kl_to_reference(policy: Role, reference: Role, batch: RolloutBatch, plan: BatchPlan) -> torch.Tensor:
     """[B] mean over each response's tokens of the k3 estimate of KL(policy ‖ reference), at temperature 1."""
-    micro = config.trainer.per_device_train_batch_size
-    logprobs = phases.log_probabilities(policy, batch, micro, 1.0)
-    base = build_policy(reference, config, world.device, world.mesh, trainable=False)
-    ref_logprobs = phases.log_probabilities(base, batch, micro, 1.0)
+    logprobs, ref_logprobs = (phases.log_probabilities(role, batch, plan, 1.0) for role in (policy, reference))
     divergence = algorithms.kl(logprobs, ref_logprobs, batch.mask, "k3")
     return divergence.sum(dim=1) / batch.response_length.clamp(min=1)
 

@@ -1,5 +1,6 @@
 """Which ranks hold which role (`model_mapping`), and how the ranks of a role are laid out for sharding and sequences."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.config import Config
 from rl_core.config.fsdp import FsdpConfig
+from rl_core.config.reward import ModelReward
 from rl_core.config.schema import Role
 from rl_core.errors import ConfigError
 
@@ -55,6 +57,16 @@ class Group:
         return self.rank is not None and self.rank % self.sequence_parallel == 0
 
 
+def roles_of(config: Config) -> list[Role]:
+    """The roles that a run has."""
+    roles: list[Role] = ["actor", "critic"]
+    if config.algorithm.kl_in != "none":
+        roles.append("ref")
+    if isinstance(config.reward, ModelReward):
+        roles.append("reward")
+    return roles
+
+
 def make_groups(config: Config, roles: Sequence[Role], device_type: str) -> dict[Role, Group]:
     """The group of each role. Collective over all ranks.
 
@@ -62,6 +74,7 @@ def make_groups(config: Config, roles: Sequence[Role], device_type: str) -> dict
         ConfigError: a mapping names ranks that do not exist, or a size does not divide a number of ranks.
     """
     world = dist.get_world_size()
+    _check_all_used(config, roles, world)
     made: dict[tuple[object, ...], Group] = {}
     groups: dict[Role, Group] = {}
     for role in roles:
@@ -97,7 +110,7 @@ def ranks_of(config: Config, role: Role, world: int) -> tuple[int, ...]:
     return tuple(sorted(stated))
 
 
-def check_all_used(config: Config, roles: Sequence[Role], world: int) -> None:
+def _check_all_used(config: Config, roles: Sequence[Role], world: int) -> None:
     """Raises ConfigError for a rank that has no role at all: a GPU would be idle for the whole run."""
     idle = set(range(world)) - {rank for role in roles for rank in ranks_of(config, role, world)}
     if idle:
@@ -121,8 +134,6 @@ def _layout(role: Role, size: int, fsdp: FsdpConfig) -> tuple[int, int]:
     if fsdp.strategy == "ddp":
         return size, 1
     if fsdp.strategy == "hsdp":
-        import os
-
         shards = fsdp.hsdp_group_size or min(size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if size % shards:
             raise ConfigError(f"{where}.hsdp_group_size = {shards} does not divide the {size} rank(s) of the role.")

@@ -18,7 +18,8 @@ from rl_core.rollout.batch import RolloutBatch
 class Timer:
     """Seconds per phase of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self._step = step
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
@@ -39,16 +40,22 @@ class Timer:
 
 
 class StepStatistics:
-    """What one rank adds up during a step; `merge` makes the metrics of all ranks from it."""
+    """What the ranks add up during a step; `merge` makes the metrics from it.
 
-    def __init__(self) -> None:
+    What all ranks know alike (`per_sample`, `token_mean`, `rollout`) counts on rank 0 only; parts of means and what learners say
+    are added up over the ranks that report them.
+    """
+
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
         self.samples: dict[str, list[float]] = {}
         self.sums: dict[str, tuple[float, float]] = {}
 
     def per_sample(self, name: str, values: torch.Tensor | Iterable[float]) -> None:
         """One number per response; becomes `name/mean`, `/max`, `/min`."""
-        values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-        self.samples.setdefault(name, []).extend(map(float, values))
+        if self._is_main:
+            values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+            self.samples.setdefault(name, []).extend(map(float, values))
 
     def mean(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float) -> None:
         """A part of a mean: its sum and the number of things summed."""
@@ -57,7 +64,8 @@ class StepStatistics:
 
     def token_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """The mean over response tokens of `values` [B, R] where `mask` [B, R]."""
-        self.mean(name, torch.where(mask, values.detach().double(), 0.0).sum(), mask.sum())
+        if self._is_main:
+            self.mean(name, torch.where(mask, values.detach().double(), 0.0).sum(), mask.sum())
 
     def means(self, prefix: str, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
         """Parts of several means over the same things."""
@@ -71,31 +79,32 @@ class StepStatistics:
 
     def rollout(self, batch: RolloutBatch, scores: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Lengths and scores per response, and how far the rollout's log-probabilities are from the trainer's."""
-        real = batch.sample_index >= 0
-        self.per_sample("critic/score", scores[real])
-        self.per_sample("prompt_length", batch.prompt_length[real])
-        self.per_sample("response_length", batch.response_length[real])
-        self.mean("response_length/clip_ratio", batch.truncated[real].sum(), real.sum())
+        self.per_sample("critic/score", scores)
+        self.per_sample("prompt_length", batch.prompt_length)
+        self.per_sample("response_length", batch.response_length)
+        self.per_sample("response_length/truncated", batch.truncated)
         self.token_mean("training/rollout_logprobs_abs_diff_mean", (batch.logprobs - logprobs).abs(), batch.mask)
 
     def merge(self, world: World, timer: Timer) -> dict[str, float]:
         """The step's metrics over all ranks on rank 0, {} elsewhere (a collective).
 
-        `perf/throughput` is prompt and response tokens per second and rank.
+        `perf/throughput` is prompt and response tokens per second and rank; a phase's time is that of its slowest rank.
         """
-        parts = world.gather((self.samples, self.sums))
+        parts = world.gather((self.sums, timer.seconds))
         if not parts:
             return {}
         metrics: dict[str, float] = {}
-        for name in self.sums:
-            total, count = (sum(sums[name][i] for _, sums in parts) for i in (0, 1))
+        for name in sorted({name for sums, _ in parts for name in sums}):
+            total, count = (sum(sums[name][i] for sums, _ in parts if name in sums) for i in (0, 1))
             metrics[name] = total / count if count else 0.0
-        samples = {name: [value for part, _ in parts for value in part[name]] for name in self.samples}
+        samples = dict(self.samples)
+        metrics["response_length/clip_ratio"] = _average(samples.pop("response_length/truncated"))
         for name, values in samples.items():
-            metrics |= {f"{name}/mean": sum(values) / len(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+            metrics |= {f"{name}/mean": _average(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+        longest = {phase: max(timed.get(phase, 0.0) for _, timed in parts) for phase in timer.seconds}
         tokens, seconds = sum(samples["prompt_length"]) + sum(samples["response_length"]), timer.total()
         return metrics | {
-            **{f"timing_s/{phase}": value for phase, value in timer.seconds.items()},
+            **{f"timing_s/{phase}": value for phase, value in longest.items()},
             "timing_s/step": seconds,
             "perf/time_per_step": seconds,
             "perf/total_num_tokens": tokens,
@@ -104,22 +113,24 @@ class StepStatistics:
         }
 
 
-def mean_and_deviation(values: torch.Tensor, world: World) -> tuple[float, float]:
-    """Mean and population standard deviation of [B] values over all ranks (a collective)."""
+def mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
+    """Mean and population standard deviation of [B] values."""
     exact = values.double()
-    count, total, squares = world.sum(torch.stack([exact.new_tensor(len(exact)), exact.sum(), exact.square().sum()])).tolist()
-    mean = total / count
-    return mean, max(squares / count - mean**2, 0.0) ** 0.5
+    return float(exact.mean()), float(exact.std(correction=0))
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 class RunLog:
     """The files and lines of a run; only rank 0 writes."""
 
-    def __init__(self, directory: Path, world: World, total_steps: int, first_step: int) -> None:
+    def __init__(self, directory: Path, world: World, total_steps: int, first_step: int, progress: bool = True) -> None:
         """Steps from `first_step` on that a killed predecessor logged but did not save are dropped: they come again."""
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "samples")}
         self._writes = world.is_main
-        self._total = total_steps
+        self._total, self._progress = total_steps, progress
         self._seconds: list[float] = []
         if self._writes:
             for file in self._files.values():
@@ -136,6 +147,8 @@ class RunLog:
             return
         _append(self._files["metrics"], [{"step": step, **metrics}])
         _append(self._files["samples"], [{"step": step, **sample} for sample in samples])
+        if not self._progress:
+            return
         self._seconds = [*self._seconds, metrics["perf/time_per_step"]][-10:]
         pace = sum(self._seconds) / len(self._seconds)
         done, width = step + 1, 20

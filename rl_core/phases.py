@@ -1,97 +1,139 @@
-"""The phases of a PPO step, each a function of its inputs; `rl_core.ppo` puts them in order."""
+"""The phases of a PPO step before the updates, each a function of its inputs; `rl_core.ppo` puts them in order.
+
+All ranks hold the whole step. In each phase a rank computes its part, and the parts are shared with all: what a phase returns
+is the same on every rank, whichever ranks hold the role that computed it.
+"""
+
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from rl_core import algorithms
-from rl_core.batching import BatchPlan, Experience, by_length
+from rl_core.batching import BatchPlan, Experience
 from rl_core.config import Config
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World
-from rl_core.learner import Learner
 from rl_core.metrics import StepStatistics
 from rl_core.rewards import Reward
+from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.together import together
 
 
 def generate(
-    engine: RolloutEngine, prompts: list[Prompt], plan: BatchPlan, config: Config, step: int, rank: int, stop_ids: set[int]
+    engine: RolloutEngine | None,
+    role: Role,
+    prompts: list[Prompt],
+    *,
+    n: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    step: int,
+    stop_ids: set[int],
+    batch_size: int,
+    device: torch.device,
 ) -> RolloutBatch:
-    """This rank's responses of a step: `plan.rows` rows for each mini-batch, one mini-batch after the other.
+    """All responses of a step, `n` for each prompt, drawn by the ranks of `role` (the others have no engine). Collective.
 
-    Response number i of the step answers prompt i // rollout.n. Its random draws depend on (seed, step, i, position) only.
+    Response number i answers prompt i // n. Its random draws depend on (seed, step, i, position) only.
 
     Raises:
         NonFiniteError: a rank's logits are not finite (on all ranks).
     """
-    parts = [list(plan.samples_of(rank, mini)) for mini in range(plan.mini_batches)]
-    numbers = [number for part in parts for number in part]
-    batch = together(
-        lambda: engine.generate(
-            [prompts[number // config.rollout.n].input_ids for number in numbers],
-            numbers,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            seed=config.trainer.seed,
+    rank, total = role.group.rank, len(prompts) * n
+    mine = [number for number in range(total) if number // n % role.group.size == rank]  # a prompt's responses together
+
+    def draw() -> RolloutBatch | None:
+        if engine is None or not mine:
+            return None
+        batch = engine.generate(
+            [prompts[number // n].input_ids for number in mine],
+            mine,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
             step=step,
             stop_ids=stop_ids,
-            batch_size=config.rollout.batch_size,
+            batch_size=batch_size,
         )
-    )
-    starts = [sum(map(len, parts[:mini])) for mini in range(len(parts))]
-    padded = [
-        batch.select(range(start, start + len(part))).pad_rows(plan.rows) for start, part in zip(starts, parts, strict=True)
-    ]
-    return RolloutBatch.cat(padded)
+        return batch.to("cpu")
+
+    parts: list[RolloutBatch | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, together(draw))
+    whole = RolloutBatch.cat([part for part in parts if part is not None])
+    return whole.select(whole.sample_index.argsort()).to(device)
 
 
-def score(reward: Reward, tokenizer, prompts: list[Prompt], batch: RolloutBatch, n: int) -> tuple[Tensor, list[dict]]:
-    """Rewards [B] of the responses (0 for dummy rows), and the responses as readable records. Empty responses count too.
+def score(reward: Reward, tokenizer: Any, prompts: list[Prompt], batch: RolloutBatch, n: int, world: World) -> Tensor:
+    """Rewards [B] of all responses by a function, empty ones included. The ranks share the work. Collective.
 
     Raises:
         RewardError: a response cannot be judged (on all ranks).
     """
-    real = [row for row, number in enumerate(batch.sample_index.tolist()) if number >= 0]
-    numbers = batch.sample_index[real].tolist()
-    asked = [prompts[number // n] for number in numbers]
-    ids = batch.responses
-    texts = tokenizer.batch_decode([ids[row] for row in real], skip_special_tokens=True)
-    rewards = together(lambda: reward(asked, texts))
+    mine = list(range(world.rank, len(batch), world.size))
+    responses = batch.responses
+    texts = tokenizer.batch_decode([responses[row] for row in mine], skip_special_tokens=True)
+    rewards = together(lambda: reward([prompts[row // n] for row in mine], texts))
     scores = torch.zeros(len(batch), device=batch.input_ids.device)
-    scores[real] = torch.tensor(rewards, dtype=torch.float32, device=scores.device)
-    records = [
+    scores[mine] = torch.tensor(rewards, dtype=torch.float32, device=scores.device)
+    dist.all_reduce(scores)
+    return scores
+
+
+@torch.no_grad()
+def score_by_model(role: Role, batch: RolloutBatch, plan: BatchPlan) -> Tensor:
+    """Rewards [B] of all responses by a reward model. Collective."""
+    scores = torch.zeros(len(batch), device=batch.input_ids.device)
+    if role.module is not None:
+        with role.loaded():
+            for rows in plan.portions(batch, role.group.data_parallel, role.group.part):
+                part = portion(batch, rows)
+                scores[rows] = role.module(*role.module.encode(part.prompts, part.responses))[: len(rows)]
+    return role.share(scores)
+
+
+def records(tokenizer: Any, prompts: list[Prompt], batch: RolloutBatch, scores: Tensor, n: int) -> list[dict[str, Any]]:
+    """The responses of a batch whose first rows answer the first prompts, readable."""
+    texts = tokenizer.batch_decode(batch.responses, skip_special_tokens=True)
+    return [
         {
-            "sample": number,
-            "prompt": prompt.text,
+            "sample": row,
+            "prompt": prompts[row // n].text,
             "response": text,
-            "reward": value,
-            "ground_truth": prompt.ground_truth,
+            "reward": reward,
+            "ground_truth": prompts[row // n].ground_truth,
         }
-        for number, prompt, text, value in zip(numbers, asked, texts, rewards, strict=True)
+        for row, (text, reward) in enumerate(zip(texts, scores.tolist(), strict=True))
     ]
-    return scores, records
 
 
 @torch.no_grad()
-def log_probabilities(policy: nn.Module, batch: RolloutBatch, micro_batch: int, temperature: float) -> Tensor:
-    """[B, R] log-probability of each response token under a policy, 0 behind the end."""
+def log_probabilities(role: Role, batch: RolloutBatch, plan: BatchPlan, temperature: float) -> Tensor:
+    """[B, R] log-probability of each response token under a policy, 0 behind the end. Collective."""
     result = torch.zeros(len(batch), batch.width, device=batch.input_ids.device)
-    for rows in by_length(batch, micro_batch):
-        part = batch.select(rows)
-        result[rows, : part.width], _ = policy(*inputs(part), temperature, entropy=False)
-    return result
+    if role.module is not None:
+        with role.loaded():
+            for rows in plan.portions(batch, role.group.data_parallel, role.group.part):
+                part = portion(batch, rows)
+                logprobs, _ = role.module(*inputs(part), temperature, entropy=False)
+                result[rows, : part.width] = logprobs[: len(rows)]
+    return role.share(result)
 
 
 @torch.no_grad()
-def state_values(critic: nn.Module, batch: RolloutBatch, micro_batch: int) -> Tensor:
-    """[B, R] the critic's value before each response token, 0 behind the end."""
+def state_values(role: Role, batch: RolloutBatch, plan: BatchPlan) -> Tensor:
+    """[B, R] the critic's value before each response token, 0 behind the end. Collective."""
     result = torch.zeros(len(batch), batch.width, device=batch.input_ids.device)
-    for rows in by_length(batch, micro_batch):
-        part = batch.select(rows)
-        result[rows, : part.width] = critic(*inputs(part))
-    return result
+    if role.module is not None:
+        with role.loaded():
+            for rows in plan.portions(batch, role.group.data_parallel, role.group.part):
+                part = portion(batch, rows)
+                result[rows, : part.width] = role.module(*inputs(part))[: len(rows)]
+    return role.share(result)
 
 
 def make_experience(
@@ -101,10 +143,9 @@ def make_experience(
     ref_logprobs: Tensor | None,
     values: Tensor,
     config: Config,
-    world: World,
     stats: StepStatistics,
 ) -> Experience:
-    """Token rewards (the score at the end, the KL at each token), GAE, whitening over all ranks."""
+    """Token rewards (the score at the end, the KL at each token), GAE, whitening over all responses of the step."""
     algorithm, mask, charged = config.algorithm, batch.mask, None
     if ref_logprobs is not None:
         divergence = algorithms.kl(logprobs, ref_logprobs, mask, config.kl_estimator)
@@ -113,8 +154,8 @@ def make_experience(
     rewards = algorithms.token_rewards(scores, charged, algorithm.kl_coef, mask)
     advantages, returns = algorithms.gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
     if algorithm.whiten_advantages:
-        advantages = algorithms.whiten(advantages, mask, world.sum)
-    stats.per_sample("critic/rewards", rewards.sum(dim=1)[batch.sample_index >= 0])
+        advantages = algorithms.whiten(advantages, mask)
+    stats.per_sample("critic/rewards", rewards.sum(dim=1))
     for name, tensor in {"values": values, "advantages": advantages, "returns": returns}.items():
         stats.token_mean(f"critic/{name}/mean", tensor, mask)
     return Experience(
@@ -122,51 +163,9 @@ def make_experience(
     )
 
 
-def update_actor(
-    actor: Learner, mini: Experience, plan: BatchPlan, config: Config, world: World, stats: StepStatistics, optimizer_step: int
-) -> None:
-    """One optimizer step of the policy on this rank's part of a mini-batch."""
-    algorithm = config.algorithm
-    tokens = world.sum(mini.batch.mask.sum()).clamp(min=1)
-    micro_batches = mini.micro_batches(plan.micro_batch)
-    for micro in micro_batches:
-        mask = micro.batch.mask
-        logprobs, entropy = actor.module(*inputs(micro.batch), config.rollout.temperature, entropy=True)
-        loss, sums = algorithms.policy_loss(
-            logprobs,
-            micro.logprobs,
-            micro.advantages,
-            mask,
-            algorithm.clip_ratio_low,
-            algorithm.clip_ratio_high,
-            algorithm.clip_ratio_c,
-        )
-        sums |= {"pg_loss": loss.detach().sum(), "entropy": algorithms.masked_sum(entropy.detach(), mask)}
-        if algorithm.entropy_coeff:
-            loss = loss + algorithm.entropy_coeff * algorithms.entropy_loss(entropy, mask)
-        if algorithm.kl_in == "loss" and micro.ref_logprobs is not None:
-            divergence = algorithms.kl(logprobs, micro.ref_logprobs, mask, config.kl_estimator)
-            sums["kl_loss"] = divergence.detach().sum()
-            loss = loss + algorithm.kl_coef * divergence
-        sums["loss"] = loss.detach().sum()
-        stats.means("actor", sums, mask.sum())
-        actor.backward(loss.sum() / tokens, last=micro is micro_batches[-1])
-    stats.optimizer_step("actor", actor.step(optimizer_step))
-
-
-def update_critic(
-    critic: Learner, mini: Experience, plan: BatchPlan, config: Config, world: World, stats: StepStatistics, optimizer_step: int
-) -> None:
-    """One optimizer step of the critic on this rank's part of a mini-batch."""
-    tokens = world.sum(mini.batch.mask.sum()).clamp(min=1)
-    micro_batches = mini.micro_batches(plan.micro_batch)
-    for micro in micro_batches:
-        mask = micro.batch.mask
-        values = critic.module(*inputs(micro.batch))
-        loss, sums = algorithms.value_loss(values, micro.values, micro.returns, mask, config.algorithm.cliprange_value)
-        stats.means("critic", sums | {"vf_loss": loss.detach().sum()}, mask.sum())
-        critic.backward(loss.sum() / tokens, last=micro is micro_batches[-1])
-    stats.optimizer_step("critic", critic.step(optimizer_step))
+def portion(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
+    """The given rows; without rows one of no weight, since every rank must run the model."""
+    return batch.select(rows) if len(rows) else batch.select(rows).pad_rows(1)
 
 
 def inputs(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, int]:

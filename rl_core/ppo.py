@@ -1,22 +1,28 @@
-"""The PPO loop. Each line of `train` is a phase; what a phase does is in `rl_core.phases`."""
+"""The PPO loop. Each line of `train` is a phase; what a phase does is in `rl_core.phases` and `rl_core.updates`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from rl_core import phases
 from rl_core.batching import BatchPlan
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config
-from rl_core.data.prompts import Prompts
+from rl_core.data.prompts import Prompt, Prompts
 from rl_core.distributed import World, seed_global_generators
 from rl_core.errors import Interrupted
 from rl_core.learner import Learner
 from rl_core.metrics import RunLog, StepStatistics, Timer, mean_and_deviation
-from rl_core.models.policy import PolicyModel
-from rl_core.models.tensors import model_tensors, optimizer_tensors
+from rl_core.models.tensors import optimizer_tensors, trained_tensors
 from rl_core.rewards import Reward
+from rl_core.role import Role
+from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sync import sync_weights
+from rl_core.updates import update_actor, update_critic
+from rl_core.validation import validate
 
 SAMPLES_LOGGED = 4
 """Responses of a step that are kept in `samples.jsonl`."""
@@ -30,29 +36,57 @@ class Run:
     world: World
     plan: BatchPlan
     prompts: Prompts
-    tokenizer: object
+    eval_prompts: Prompts
+    tokenizer: Any
     stop_ids: set[int]
-    reward: Reward
+    reward: Reward | Role
+    """A function, or a reward model."""
     actor: Learner
     critic: Learner
-    reference: PolicyModel | None
-    engine: RolloutEngine
+    reference: Role | None
+    engine: RolloutEngine | None
+    """On the actor's ranks."""
     checkpoints: Checkpoints
     stopping: Callable[[], bool]
     """Whether this rank was asked to stop."""
     total_steps: int
     key: str
     """Identity of the run, kept in its checkpoints."""
-    log: RunLog = field(init=False)
+    log: RunLog
     first_step: int = 0
 
-    def tensors(self) -> dict:
-        """Every tensor of a checkpoint: models and optimizer moments, sharded, under dotted names."""
+    def generate(self, prompts: list[Prompt], step: int) -> RolloutBatch:
+        """The step's responses, by the policy as it is now. Collective."""
+        rollout = self.config.rollout
+        return phases.generate(
+            self.engine,
+            self.actor,
+            prompts,
+            n=rollout.n,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            seed=self.config.trainer.seed,
+            step=step,
+            stop_ids=self.stop_ids,
+            batch_size=rollout.batch_size,
+            device=self.world.device,
+        )
+
+    def score(self, prompts: list[Prompt], batch: RolloutBatch, n: int) -> Tensor:
+        """[B] rewards of `n` responses to each prompt. Collective."""
+        if isinstance(self.reward, Role):
+            return phases.score_by_model(self.reward, batch, self.plan)
+        return phases.score(self.reward, self.tokenizer, prompts, batch, n, self.world)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint that this rank has a part of: what is trained and its optimizer moments, sharded, under
+        dotted names."""
         return {
-            f"{role}{kind}.{name}": tensor
-            for role, learner in (("actor", self.actor), ("critic", self.critic))
+            f"{learner.name}{kind}.{name}": tensor
+            for learner in (self.actor, self.critic)
+            if learner.module is not None
             for kind, tensors in (
-                ("", model_tensors(learner.module)),
+                ("", trained_tensors(learner.module)),
                 ("_optimizer", optimizer_tensors(learner.module, learner.optimizer)),
             )
             for name, tensor in tensors.items()
@@ -60,19 +94,23 @@ class Run:
 
     def save(self, steps_done: int) -> None:
         """Commit a checkpoint after so many steps (a collective)."""
+        learners = [learner for learner in (self.actor, self.critic) if learner.group.rank == 0]
+        parts = self.world.gather({learner.name: learner.state for learner in learners})
         state = {
             "step": steps_done,
-            "skipped": {learner.name: learner.skipped for learner in (self.actor, self.critic)},
+            "learners": {name: state for part in parts for name, state in part.items()},
             "ranks": self.world.size,
         }
-        self.checkpoints.save(steps_done, self.tensors(), state, self.key)
+        with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
+            self.checkpoints.save(steps_done, self.tensors(), state, self.key)
 
-    def restore(self, artifact) -> None:
+    def restore(self, artifact: Any) -> None:
         """Go on from a committed checkpoint (a collective)."""
-        state = self.checkpoints.load(artifact, self.tensors())
+        with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
+            state = self.checkpoints.load(artifact, self.tensors())
         self.first_step = state["step"]
         for learner in (self.actor, self.critic):
-            learner.skipped = state["skipped"][learner.name]
+            learner.restore(state["learners"][learner.name])
 
 
 def train(run: Run) -> None:
@@ -82,43 +120,47 @@ def train(run: Run) -> None:
         Interrupted: it was asked to stop; a checkpoint of the last whole step is committed.
     """
     config, world, plan, log = run.config, run.world, run.plan, run.log
-    seed, micro, temperature = config.trainer.seed, plan.micro_batch, config.rollout.temperature
+    seed, temperature, n = config.trainer.seed, config.rollout.temperature, config.rollout.n
     for step in range(run.first_step, run.total_steps):
-        timer, stats = Timer(), StepStatistics()
+        timer, stats = Timer(step), StepStatistics(world.is_main)
         seed_global_generators(seed, step, world.rank)
         cursor = step * plan.prompts
         where = f"[Rank 0] PPO epoch {cursor // len(run.prompts)} | Step {step} |"
 
-        prompts = run.prompts.take(seed, cursor, plan.prompts)
-        with timer("sync_weights"):
-            sync_weights(run.actor.module, run.engine)
+        prompts = run.prompts.take(seed, cursor, plan.prompts, config.trainer.shuffle)
+        with timer("sync_weights"), run.actor.loaded():
+            if run.engine is not None:
+                sync_weights(run.actor.module, run.engine)
         with timer("gen"):
-            batch = phases.generate(run.engine, prompts, plan, config, step, world.rank, run.stop_ids)
+            batch = run.generate(prompts, step)
         log.line(f"{where} Rollout completed, generated {plan.responses} sequences")
         with timer("reward"):
-            scores, records = phases.score(run.reward, run.tokenizer, prompts, batch, config.rollout.n)
-        mean, deviation = mean_and_deviation(scores[batch.sample_index >= 0], world)
+            scores = run.score(prompts, batch, n)
+        mean, deviation = mean_and_deviation(scores)
         log.line(f"{where} Reward computed, mean: {mean:.3f}, std: {deviation:.3f}")
         with timer("old_log_prob"):
-            logprobs = phases.log_probabilities(run.actor.module, batch, micro, temperature)
+            logprobs = phases.log_probabilities(run.actor, batch, plan, temperature)
         with timer("ref"):
             reference = run.reference
-            ref_logprobs = None if reference is None else phases.log_probabilities(reference, batch, micro, temperature)
+            ref_logprobs = None if reference is None else phases.log_probabilities(reference, batch, plan, temperature)
         with timer("values"):
-            values = phases.state_values(run.critic.module, batch, micro)
+            values = phases.state_values(run.critic, batch, plan)
         with timer("adv"):
-            experience = phases.make_experience(batch, scores, logprobs, ref_logprobs, values, config, world, stats)
+            experience = phases.make_experience(batch, scores, logprobs, ref_logprobs, values, config, stats)
 
         for number, mini in enumerate(experience.mini_batches(plan), start=step * plan.optimizer_steps):
             with timer("update_critic"):
-                phases.update_critic(run.critic, mini, plan, config, world, stats, number)
+                update_critic(run.critic, mini, plan, config, stats, number)
             with timer("update_actor"):
-                phases.update_actor(run.actor, mini, plan, config, world, stats, number)
+                update_actor(run.actor, mini, plan, config, stats, number)
 
         stats.rollout(batch, scores, logprobs)
         metrics = stats.merge(world, timer)
         log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3f}")
-        log.step(step, metrics, records[:SAMPLES_LOGGED])
+        if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0:
+            metrics |= validate(run)
+        first = range(min(SAMPLES_LOGGED, len(batch)))
+        log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores[list(first)], n))
         stop, last = world.any(run.stopping()), step + 1 == run.total_steps
         if stop or last or (step + 1) % config.checkpoint.save_steps == 0:
             run.save(step + 1)

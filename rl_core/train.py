@@ -19,29 +19,33 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact, set_aside
 from rl_core.batching import BatchPlan
 from rl_core.checkpoint.convert import convert
 from rl_core.checkpoint.export import export_policy
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config, load_config
+from rl_core.config.effects import without_effect
+from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
 from rl_core.data.sources import source_fingerprint
 from rl_core.data.tokenize import tokenize
 from rl_core.digests import digest_json
-from rl_core.distributed import World, joined
+from rl_core.distributed import World, joined, set_timeouts
 from rl_core.entry import run_program
 from rl_core.errors import BrokenArtifact, ConfigError, StoreError
+from rl_core.groups import Group, make_groups, roles_of
 from rl_core.identity import training_identity
 from rl_core.learner import Learner
 from rl_core.locks import locked
 from rl_core.metrics import RunLog
 from rl_core.models.build import build_critic, build_policy
+from rl_core.models.dtypes import usable_dtype
+from rl_core.models.reward_model import build_reward_model
 from rl_core.models.source import load_tokenizer, load_tokenizer_dir, model_fingerprint, resolve, tokenizer_fingerprint
 from rl_core.ppo import Run, train
 from rl_core.rewards import build_reward, probe
+from rl_core.role import Role
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.together import together
@@ -67,6 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         # Whoever starts after a crash waits, by taking this exclusively, until the last rank of the dead group is gone.
         stack.enter_context(locked(output / "ranks.lock", shared=True))
         world = stack.enter_context(joined(config.launch))
+        config = config.settled(world.size)
         if world.is_main:  # two trainings started by hand on one directory: the second waits
             stack.enter_context(locked(output / "training.lock", on_wait=lambda who: print(f"Waiting for {who}", flush=True)))
         dataset, base = prepare(options, config, output, world)
@@ -97,9 +102,11 @@ def prepare(options: argparse.Namespace, config: Config, output: Path, world: Wo
 
 def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world: World, stopping: Callable[[], bool]) -> Run:
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
-    plan, prompts, tokenizer = BatchPlan.of(config, world.size), Prompts(dataset.path, "train"), load_tokenizer_dir(base.path)
+    plan, prompts, tokenizer = BatchPlan.of(config), Prompts(dataset.path, "train"), load_tokenizer_dir(base.path)
     reward = build_reward(config.reward)
-    together(lambda: probe(reward, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
+    if reward is not None:
+        function = reward
+        together(lambda: probe(function, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
@@ -111,35 +118,59 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
             f"trainer.train_batch_size: {plan.prompts} prompts a step, but only {len(prompts)} training prompts. Lower it to "
             f"{len(prompts)} or less, or give more prompts."
         )
-
-    def policy(trainable: bool) -> Any:
-        return build_policy(base.path, config, world.device, world.mesh, trainable)
-
-    critic = build_critic(base.path, config, world.device, world.mesh)
+    groups = make_groups(config, roles_of(config), world.device.type)
+    set_timeouts(config.launch.dist_timeout_s)
+    log = RunLog(output, world, total, latest.results["step"] if latest else 0, "console" in config.trainer.logger)
+    for sentence in without_effect(config, world.size, world.device.type == "cuda"):
+        log.line(f"Note: {sentence}.")
+    log.line(plan.describe(groups["actor"].data_parallel))
+    actor, critic, reference, judge, engine = together(lambda: _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps))
     run = Run(
         config=config,
         world=world,
         plan=plan,
         prompts=prompts,
+        eval_prompts=Prompts(dataset.path, "eval"),
         tokenizer=tokenizer,
         stop_ids=stop_ids_of(base.path, tokenizer),
-        reward=reward,
-        actor=Learner("actor", policy(trainable=True), config.trainer.learning_rate, config, world),
-        critic=Learner("critic", critic, config.trainer.critic_learning_rate, config, world),
-        reference=policy(trainable=False) if config.algorithm.kl_in != "none" else None,
-        engine=RolloutEngine(base.path, getattr(torch, config.model.torch_dtype), world.device),
+        reward=judge or reward,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        engine=engine,
         checkpoints=checkpoints,
         stopping=stopping,
         total_steps=total,
         key=key,
+        log=log,
     )
     if latest is not None:
         run.restore(latest)
-    run.log = RunLog(output, world, total, run.first_step)
-    run.log.line(plan.describe())
-    if latest is not None:
         run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
     return run
+
+
+def _models(
+    config: Config, base: Artifact, groups: dict[RoleName, Group], world: World, tokenizer: Any, optimizer_steps: int
+) -> tuple[Learner, Learner, Role | None, Role | None, RolloutEngine | None]:
+    """Actor, critic, reference, reward model and rollout engine: what this rank has a part of, the others empty."""
+    device = world.device
+
+    def mine(name: RoleName, make: Callable[[Group], Any]) -> Any:
+        return make(groups[name]) if groups[name].rank is not None else None
+
+    def role(name: RoleName, make: Callable[[Group], Any]) -> Role | None:
+        return Role(name, mine(name, make), groups[name], config, device) if name in groups else None
+
+    actor = mine("actor", lambda group: build_policy(base.path, config, "actor", group, device, trainable=True))
+    critic = mine("critic", lambda group: build_critic(base.path, config, group, device))
+    return (
+        Learner("actor", actor, groups["actor"], config, device, optimizer_steps),
+        Learner("critic", critic, groups["critic"], config, device, optimizer_steps),
+        role("ref", lambda group: build_policy(base.path, config, "ref", group, device, trainable=False)),
+        role("reward", lambda group: build_reward_model(config, group, device, tokenizer)),
+        mine("actor", lambda _: RolloutEngine(base.path, usable_dtype(config, "actor", device), device)),
+    )
 
 
 def export(run: Run, base: Artifact, output: Path) -> None:

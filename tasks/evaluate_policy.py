@@ -54,7 +54,7 @@ def model_keys(
     models = {"base": base.digest, **({"champion": champion.digest} if champion else {}), "policy": policy.digest}
     settings = config.evaluation.identity() | {"max_new_tokens": config.eval_max_new_tokens}
     del settings["samples"]
-    shared = {"evaluation": settings, "torch_dtype": config.model.torch_dtype}
+    shared = {"evaluation": settings, "torch_dtype": config.dtype_of("actor")}
     inputs = {"dataset": dataset.digest, "reference": base.digest, "reward": reward_fingerprint(config.reward)}
     return {name: MODEL_STAGE.key(shared, inputs | {"model": digest}) for name, digest in models.items()}
 

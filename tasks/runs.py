@@ -19,6 +19,7 @@ from rl_core.digests import digest_json
 from rl_core.errors import BrokenArtifact, ConfigError
 from rl_core.home import home
 from rl_core.identity import training_identity
+from tasks.devices import rank_count
 from tasks.store import Reference, manifests
 
 SEGMENTS = "segments.json"
@@ -38,6 +39,7 @@ class Run:
     @classmethod
     def of(cls, config: Config, dataset: Reference, base: Reference) -> "Run":
         """The training that a configuration asks for, on these inputs."""
+        config = config.settled(rank_count(config.launch))
         identity = training_identity(config, dataset.digest, base.digest)
         return cls(digest_json(identity), identity, config.total_steps(dataset.open().results["train_rows"]))
 

@@ -127,7 +127,8 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
     config_path.write_text(text, encoding="utf-8")
     done = run.committed_step()
     tracking = _tracking(config, run.key, done, fresh=run.replacing and not done)
-    with following(run.directory / "metrics.jsonl", [tracking, Progress(run.steps)]):
+    followers = [tracking, Progress(run.steps)] if "mlflow" in config.trainer.logger else [Progress(run.steps)]
+    with following(run.directory / "metrics.jsonl", followers):
         run_ranks(
             PROGRAM,
             [
@@ -164,6 +165,8 @@ def catch_up(config: Config, policy: Artifact) -> None:
         MlflowException: MLflow does not answer.
     """
     run_key = policy.results["run_key"]
+    if "mlflow" not in config.trainer.logger:
+        return
     if steps_logged(run_key) < policy.results["step"]:
         with following(policy.path / "metrics.jsonl", [_tracking(config, run_key, policy.results["step"])]):
             logger.info("Sending to MLflow the metrics that it missed")
@@ -173,10 +176,10 @@ def _tracking(config: Config, run_key: str, done: int, fresh: bool = False) -> T
     """The whole configuration is an artifact of the MLflow run; its params are the few settings by which people compare."""
     params = {
         "model": Path(config.model.name_or_path).name or config.model.name_or_path,
-        "train_batch_size": config.trainer.train_batch_size,
+        "train_batch_size": config.settled(rank_count(config.launch)).trainer.train_batch_size,
         "rollout_n": config.rollout.n,
-        "learning_rate": config.trainer.learning_rate,
-        "critic_learning_rate": config.trainer.critic_learning_rate,
+        "learning_rate": config.actor.learning_rate,
+        "critic_learning_rate": config.critic.learning_rate,
         "kl_coef": config.algorithm.kl_coef,
         "seed": config.trainer.seed,
     }

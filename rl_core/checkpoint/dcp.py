@@ -33,8 +33,8 @@ def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Write tensors to a new directory. Collective where torch.distributed is initialised.
 
     Args:
-        tensors: the same names on all ranks. Of a DTensor each rank writes its shards, of a plain tensor (equal on all
-            ranks) one rank its content.
+        tensors: of the models that this rank holds. Of a DTensor each rank writes its shards, of a plain tensor (equal on all
+            ranks that have it) one rank its content.
         directory: without a checkpoint; the same on all ranks.
 
     Raises:
@@ -53,36 +53,50 @@ def load_tensors(
     ignored: Iterable[str] = (),
     cast: bool = False,
     alone: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read into `tensors`, in place; each rank reads what its shards need. Collective where torch.distributed is initialised.
 
     Args:
-        tensors: destinations; written by any number of ranks, read by any number.
-        strict: refuse a directory that holds more than `tensors`.
+        tensors: destinations; written by any number of ranks, read by any number. Ranks that hold different models have
+            different names.
+        strict: refuse a directory that holds more than the `tensors` of all ranks together.
         ignored: names that it may hold although strict.
         cast: convert other types instead of refusing them.
         alone: one process reads for itself, although torch.distributed is initialised.
+        process_group: the ranks that read; None: all.
 
     Raises:
         ModelError: names, shapes or types differ.
         BrokenArtifact: the directory is damaged or holds something else than tensors.
     """
 
+    elsewhere = set() if alone else _names_of_all(tensors, process_group)
+
     def check() -> None:
         stored = stored_tensors(directory)
-        compare(tensors, stored, directory, ignored=set(ignored) if strict else set(stored), cast=cast)
+        allowed = {*ignored, *elsewhere} if strict else set(stored)
+        compare(tensors, stored, directory, ignored=allowed, cast=cast)
 
-    check() if alone else together(check)
-    _read(SafeReader(directory), tensors, alone)
+    check() if alone else together(check, process_group)
+    _read(SafeReader(directory), tensors, alone, process_group)
 
 
-def load_safetensors(tensors: dict[str, Tensor], directory: Path, *, ignored: Iterable[str] = ()) -> None:
+def load_safetensors(
+    tensors: dict[str, Tensor],
+    directory: Path,
+    *,
+    ignored: Iterable[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
     """`load_tensors` from the safetensors files of a Hugging Face directory, converting types; names as in the files."""
     reader = HuggingFaceStorageReader(str(directory))
-    together(
-        lambda: compare(tensors, _only_tensors(reader.read_metadata(), directory), directory, ignored=set(ignored), cast=True)
-    )
-    _read(reader, tensors, alone=False)
+
+    def check() -> None:
+        compare(tensors, _only_tensors(reader.read_metadata(), directory), directory, ignored=set(ignored), cast=True)
+
+    together(check, process_group)
+    _read(reader, tensors, alone=False, process_group=process_group)
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
@@ -162,12 +176,26 @@ def write(directory: Path, planner: SavePlanner, tensors: dict[str, Any], alone:
     _quietly(lambda: dcp.save(tensors, storage_writer=_Writer(directory), planner=planner, no_dist=alone), directory, "written")
 
 
-def _read(reader: FileSystemReader, tensors: dict[str, Tensor], alone: bool) -> None:
+def _names_of_all(tensors: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> set[str]:
+    if not dist.is_initialized():
+        return set(tensors)
+    names: list[list[str]] = [[]] * dist.get_world_size(process_group)
+    dist.all_gather_object(names, list(tensors), group=process_group)
+    return {name for part in names for name in part}
+
+
+def _read(
+    reader: FileSystemReader, tensors: dict[str, Tensor], alone: bool, process_group: dist.ProcessGroup | None = None
+) -> None:
     planner: LoadPlanner = _Planner(flatten_state_dict=False)
     alone = alone or not dist.is_initialized()
     with torch.no_grad():
         _quietly(
-            lambda: dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone), Path(reader.path), "read"
+            lambda: dcp.load(
+                dict(tensors), storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone
+            ),
+            Path(reader.path),
+            "read",
         )
 
 

@@ -69,10 +69,11 @@ class Prompts:
         """The indices in the order of an epoch: a permutation that depends on `seed`, `epoch` and the number of prompts only."""
         return _permutation(len(self), seed, epoch).tolist()
 
-    def take(self, seed: int, offset: int, count: int) -> list[Prompt]:
-        """`count` prompts from the global cursor `offset` on, through as many epochs as needed."""
+    def take(self, seed: int, offset: int, count: int, shuffle: bool = True) -> list[Prompt]:
+        """`count` prompts from the global cursor `offset` on, through as many epochs as needed; in the source's order unless
+        `shuffle`."""
         positions = (divmod(position, len(self)) for position in range(offset, offset + count))
-        return [self[int(_permutation(len(self), seed, epoch)[place])] for epoch, place in positions]
+        return [self[int(_permutation(len(self), seed, epoch)[place]) if shuffle else place] for epoch, place in positions]
 
 
 @functools.lru_cache(maxsize=4)

@@ -47,6 +47,15 @@ class RolloutBatch:
         ends = zip(self.prompt_length.tolist(), self.response_length.tolist(), strict=True)
         return [row[start : start + length] for row, (start, length) in zip(self.input_ids.tolist(), ends, strict=True)]
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return [row[:length] for row, length in zip(self.input_ids.tolist(), self.prompt_length.tolist(), strict=True)]
+
+    def to(self, device: torch.device | str) -> "RolloutBatch":
+        """The same rows on a device."""
+        return RolloutBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
     @classmethod
     def from_lists(
         cls,
