@@ -102,6 +102,10 @@ class FsdpOverrides(FsdpConfig):
         """`base` with the given keys replaced, nested ones one by one."""
         return FsdpConfig.model_validate(_merged(base.model_dump(), _given(self)))
 
+    def identity(self) -> dict[str, Any]:
+        """Nothing by itself: what counts is the role's `fsdp` as a whole (`Config.training_identity`)."""
+        return {}
+
     @model_serializer(mode="plain")
     def _only_given(self) -> dict[str, Any]:
         return _given(self)

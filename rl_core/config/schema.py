@@ -145,6 +145,8 @@ class Config(Section):
             identity[role] = self.role(role).identity() | {"fsdp": self.fsdp_of(role).identity()}
             if identity[role].get("lr_scheduler_type", "constant") != "constant":
                 identity["length"] = [self.trainer.max_steps, self.trainer.num_train_epochs]
+        if isinstance(self.reward, ModelReward):
+            identity["reward"]["fsdp"] = self.fsdp_of("reward").identity()
         return identity
 
     def total_steps(self, train_prompts: int) -> int:

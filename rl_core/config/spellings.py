@@ -1,125 +1,196 @@
-"""Other names under which users of verl, accelerate and the articles know our keys; each is put where it belongs.
+"""Other names under which users of verl, accelerate and the articles know our keys, and what they mean in ours.
 
-A name of ours always wins: giving both is an error.
+A name has to mean the same there as here: what only sounds alike is left out, and refused as an unknown key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rl_core.errors import ConfigError
 
+Lookup = Callable[[str], Any]
+"""The value of one of our keys as it is given anywhere in the configuration; None where it is not."""
+Meaning = Callable[[Any, Lookup], dict[str, Any]]
+"""Of a value under another name: the keys of ours that it sets."""
+
 RENAMED = {
+    # The articles
     "trainer.learning_rate": "actor.learning_rate",
     "trainer.max_prompt_length": "data.max_prompt_length",
     "trainer.ref_model_dtype": "ref_model.torch_dtype",
     "trainer.dist_backend": "launch.dist_backend",
     "trainer.dist_timeout_s": "launch.dist_timeout_s",
-    "fsdp.fsdp_auto_wrap_policy": "fsdp.wrap_policy.auto_wrap",
-    "fsdp.fsdp_transformer_layer_cls_to_wrap": "fsdp.wrap_policy.transformer_layer_cls_to_wrap",
-    "fsdp.fsdp_min_num_params": "fsdp.wrap_policy.min_num_params",
-    "fsdp.fsdp_reshard_after_forward": "fsdp.reshard_after_forward",
-    "fsdp.fsdp_activation_checkpointing": "fsdp.activation_checkpointing",
-    "fsdp.fsdp_offload_params": "fsdp.offload_policy",
+    "trainer.ref_model": "ref_model",
+    "trainer.fsdp": "fsdp",
+    "reward_model": "reward",
     "fsdp_config": "fsdp",
     "mixed_precision": "fsdp.mixed_precision",
     "wrap_policy": "fsdp.wrap_policy",
     "activation_checkpointing": "fsdp.activation_checkpointing",
-    "ulysses_sequence_parallel_size": "fsdp.ulysses_sequence_parallel_size",
+    "activation_cpu_offload": "fsdp.activation_cpu_offload",
+    # verl
+    "actor_rollout_ref.model.path": "model.name_or_path",
+    "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.fsdp.activation_checkpointing",
     "actor_rollout_ref.actor.fsdp_config": "actor.fsdp",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "actor.fsdp.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.optim.lr": "actor.learning_rate",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "actor.warmup_steps",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "actor.min_lr_ratio",
+    "actor_rollout_ref.actor.optim.weight_decay": "actor.weight_decay",
+    "actor_rollout_ref.actor.grad_clip": "actor.max_grad_norm",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.ppo_epochs",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_ratio_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_ratio_c",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "trainer.per_device_train_batch_size",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
     "actor_rollout_ref.ref.fsdp_config": "ref_model.fsdp",
+    "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "critic.optim.lr": "critic.learning_rate",
+    "critic.optim.lr_warmup_steps": "critic.warmup_steps",
+    "critic.optim.min_lr_ratio": "critic.min_lr_ratio",
+    "critic.optim.weight_decay": "critic.weight_decay",
+    "critic.grad_clip": "critic.max_grad_norm",
+    "critic.cliprange_value": "algorithm.cliprange_value",
+    "critic.model.fsdp_config": "critic.fsdp",
+    "critic.model.enable_gradient_checkpointing": "critic.fsdp.activation_checkpointing",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "data.prompt_key": "data.prompt_column",
+    "data.train_batch_size": "trainer.train_batch_size",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.shuffle": "trainer.shuffle",
+    "trainer.total_epochs": "trainer.num_train_epochs",
+    "trainer.total_training_steps": "trainer.max_steps",
+    "trainer.save_freq": "checkpoint.save_steps",
+    "trainer.test_freq": "evaluation.every_steps",
+    "trainer.n_gpus_per_node": "launch.nproc_per_node",
+    "trainer.project_name": "registry.experiment",
+    "custom_reward_function": "reward",
+} | {
+    f"{place}ulysses_sequence_parallel_size": f"{fsdp}.ulysses_sequence_parallel_size"
+    for place, fsdp in {
+        "": "fsdp", "actor.": "actor.fsdp", "critic.": "critic.fsdp", "ref_model.": "ref_model.fsdp",
+        "actor_rollout_ref.actor.": "actor.fsdp", "actor_rollout_ref.ref.": "ref_model.fsdp",
+    }.items()
+}  # fmt: skip
+"""Names of keys and sections. verl's single `clip_ratio` and its batch sizes of the critic are not among them: they mean less,
+or more, than ours."""
+
+RENAMED_IN_FSDP = {
+    "fsdp_auto_wrap_policy": "wrap_policy.auto_wrap",
+    "fsdp_transformer_layer_cls_to_wrap": "wrap_policy.transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "wrap_policy.min_num_params",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_offload_params": "offload_policy",
+    "model_dtype": "master_dtype",
 }
-"""Dotted names, in the order in which they are looked for."""
+"""Names in `fsdp` and in each role's `fsdp`: accelerate's family, and verl's."""
+
+IMPLIED = {"reward_model": ("reward.kind", "model"), "custom_reward_function": ("reward.kind", "function")}
+"""What a section's other name says beside its keys."""
 
 
+def _attention(section: str) -> Meaning:
+    key = f"{section}.attn_implementation"
 
-def _reference(value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if value and _get(values, "algorithm.kl_in") == "none":
-        raise ConfigError("trainer.use_ref_model = true, but algorithm.kl_in = none needs no reference; leave one out.")
-    return {} if value else {"algorithm.kl_in": "none"}
+    def meaning(value: Any, lookup: Lookup) -> dict[str, Any]:
+        if value:
+            return {key: "flash_attention_2"}
+        return {key: "sdpa"} if lookup(key) == "flash_attention_2" else {}
+
+    return meaning
 
 
-def _attention(section: str) -> "Translation":
-    return lambda value, _: {f"{section}.attn_implementation": "flash_attention_2" if value else "sdpa"}
+def _reference(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not value:
+        return {"algorithm.kl_in": "none"}
+    return {"algorithm.kl_in": "reward"} if lookup("algorithm.kl_in") == "none" else {}
 
 
-Translation = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-TRANSLATED: dict[str, Translation] = {
+def _length(value: Any, lookup: Lookup) -> dict[str, Any]:
+    prompt = lookup("data.max_prompt_length") or 512
+    if value <= prompt:
+        raise ConfigError(
+            f"trainer.max_length = {value} holds prompt and response, and the prompt may have {prompt} tokens "
+            "(data.max_prompt_length): nothing is left for the response. Raise the one or lower the other."
+        )
+    return {"rollout.max_new_tokens": value - prompt}
+
+
+MEANT: dict[str, Meaning] = {
     "model.use_flash_attention_2": _attention("model"),
-    "reward_model.use_flash_attention_2": _attention("reward"),
-    "reward_model": lambda value, _: {"reward": {"kind": "model", **value}},
-    "fsdp.use_fsdp": lambda value, _: {"fsdp.strategy": "fsdp" if value else "ddp"},
+    "reward.use_flash_attention_2": _attention("reward"),
     "trainer.use_ref_model": _reference,
-    "trainer.max_length": lambda value, values: {
-        "rollout.max_new_tokens": value - (_get(values, "data.max_prompt_length") or 512)
+    "trainer.max_length": _length,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": lambda value, lookup: {
+        "trainer.ppo_mini_batch_size": value * (lookup("rollout.n") or 1)  # verl counts prompts, we count responses
     },
+    "actor_rollout_ref.model.lora_rank": lambda value, _: {"actor.lora.rank": value} if value else {"actor.lora": None},
+    "actor_rollout_ref.model.lora_alpha": lambda value, lookup: {"actor.lora.alpha": value} if lookup("actor.lora.rank") else {},
 }
-"""Names whose value becomes another: of the value and the whole configuration, the keys that it stands for."""
+"""Names whose values become others, in the order in which they are looked at."""
 
 
-def translated(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """The configuration with our names only; a copy.
-
-    Raises:
-        ConfigError: a key is given under two names with different values.
-    """
-    result: dict[str, Any] = _copy(values)
-    for old, new in RENAMED.items():
-        if (value := _pop(result, old)) is not None:
-            _put(result, new, value, old, origin)
-    for old, stands_for in TRANSLATED.items():
-        if (value := _pop(result, old)) is not None:
-            try:
-                meant = stands_for(value, result)
-            except TypeError:
-                raise ConfigError(f"{origin}: {old} = {value!r} is not what belongs there.") from None
-            for new, item in meant.items():
-                _put(result, new, item, old, origin)
-    return result
+def _use(value: Any, lookup: Lookup) -> dict[str, Any]:
+    sharded, own = ("fsdp", "hsdp"), lookup("strategy")
+    return {} if own is not None and (own in sharded) == bool(value) else {"strategy": "fsdp" if value else "ddp"}
 
 
-def in_our_names(key: str, value: Any, values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What an override of one dotted key, under any name, sets in a configuration that has our names already."""
+def _size(value: Any, _: Lookup) -> dict[str, Any]:
+    return {"strategy": "hsdp", "hsdp_group_size": value} if value > 0 else {"strategy": "fsdp", "hsdp_group_size": None}
+
+
+SHARDING: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"strategy": "fsdp", "reshard_after_forward": True},
+    "SHARD_GRAD_OP": {"strategy": "fsdp", "reshard_after_forward": False},
+    "HYBRID_SHARD": {"strategy": "hsdp", "reshard_after_forward": True},
+    "HYBRID_SHARD_ZERO2": {"strategy": "hsdp", "reshard_after_forward": False},
+    "NO_SHARD": {"strategy": "ddp"},
+}
+MEANT_IN_FSDP: dict[str, Meaning] = {
+    "use_fsdp": _use,
+    "fsdp_size": _size,
+    "fsdp_sharding_strategy": lambda value, _: SHARDING[value],
+}
+"""As `MEANT`, for `fsdp` and each role's `fsdp`; keys and lookups are relative to the section."""
+
+
+def our_name(key: str) -> str:
+    """A key or section under our name; one whose value has to be translated (`meaning_of`) keeps its last part."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
-            return {new + key[len(old) :]: value}
-    if key in TRANSLATED:
-        return TRANSLATED[key](value, values)
-    return {key: value}
+            key = new + key[len(old) :]
+    section, below = in_fsdp(key)
+    first, dot, rest = below.partition(".")
+    return f"{section}.{RENAMED_IN_FSDP[first]}{dot}{rest}" if section and first in RENAMED_IN_FSDP else key
 
 
-def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+def in_fsdp(key: str) -> tuple[str, str]:
+    """A key split into the `fsdp` section that it stands in and the rest; two empty texts where it stands in none."""
+    if key.startswith("fsdp."):
+        return "fsdp", key[len("fsdp.") :]
+    role, found, below = key.partition(".fsdp.")
+    return (f"{role}.fsdp", below) if found else ("", "")
 
 
-def _get(values: Mapping[str, Any], dotted: str) -> Any:
-    found: Any = values
-    for name in dotted.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _pop(values: dict[str, Any], dotted: str) -> Any:
-    """The value, taken out together with sections that are empty then."""
-    *parents, last = dotted.split(".")
-    section = _get(values, ".".join(parents)) if parents else values
-    if not isinstance(section, dict) or last not in section:
+def meaning_of(key: str) -> Meaning | None:
+    """How to translate the value of a key that `our_name` gave; None where it is one of ours as it stands."""
+    if key in MEANT:
+        return MEANT[key]
+    section, below = in_fsdp(key)
+    relative = MEANT_IN_FSDP.get(below)
+    if relative is None:
         return None
-    value = section.pop(last)
-    if parents and not section:
-        _pop(values, ".".join(parents))
-    return value
+    return lambda value, lookup: {
+        f"{section}.{name}": item for name, item in relative(value, lambda name: lookup(f"{section}.{name}")).items()
+    }
 
 
-def _put(values: dict[str, Any], dotted: str, value: Any, old: str, origin: str) -> None:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            _put(values, f"{dotted}.{name}", item, old, origin)
-        return
-    *parents, last = dotted.split(".")
-    for name in parents:
-        if not isinstance(values.setdefault(name, {}), dict):
-            raise ConfigError(f"{origin}: {name} = {values[name]!r} must be a section.")
-        values = values[name]
-    if values.setdefault(last, value) != value:
-        raise ConfigError(f"{origin}: {old} means {dotted} = {value!r}, but that is {values[last]!r} there; leave one out.")
+def other_names() -> list[str]:
+    """All names that are understood beside ours."""
+    in_any_fsdp = (*RENAMED_IN_FSDP, *MEANT_IN_FSDP)
+    return [*RENAMED, *MEANT, "reward_model.use_flash_attention_2", *(f"fsdp.{name}" for name in in_any_fsdp)]
