@@ -125,8 +125,13 @@ class Config(Section):
         return sections[role]
 
     def fsdp_of(self, role: Role) -> FsdpConfig:
-        """`fsdp` with what the role sets differently."""
-        return self.role(role).fsdp.over(self.fsdp)
+        """`fsdp` with what the role sets differently. The layer classes in `fsdp` are the base model's: a reward model has its
+        own."""
+        shared = self.fsdp
+        if role == "reward":
+            own = shared.wrap_policy.model_copy(update={"transformer_layer_cls_to_wrap": None})
+            shared = shared.model_copy(update={"wrap_policy": own})
+        return self.role(role).fsdp.over(shared)
 
     def dtype_of(self, role: Role) -> str:
         """The type in which a role computes, as far as the device has it."""
