@@ -1,11 +1,19 @@
-"""How a rank's program ends: the log on stdout, an exit code that says what to do next, one paragraph for a user's mistake."""
+"""How a rank's program begins and ends: the libraries that it needs, the log on stdout, an exit code that says what to do next,
+one paragraph for a user's mistake, the rank and its phase for anything else.
 
+Standard library only, so that the versions can be looked at before anything is imported that needs them.
+"""
+
+import faulthandler
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 
 from rl_core.errors import (
+    EXIT_CRASH,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_USER,
@@ -13,13 +21,52 @@ from rl_core.errors import (
     ConfigError,
     DataError,
     Interrupted,
+    LaunchError,
     ModelError,
     NonFiniteError,
     RewardError,
     StoreError,
 )
 
-USER_ERRORS = (ConfigError, DataError, ModelError, RewardError, StoreError, NonFiniteError)
+USER_ERRORS = (ConfigError, LaunchError, DataError, ModelError, RewardError, StoreError, NonFiniteError)
+NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
+"""The oldest versions that ppoflow is tested with; pyproject.toml says the same to pip."""
+COLLECTIVE_ERRORS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+
+
+def require_libraries() -> None:
+    """End the program with a message for the user where a library is missing or too old.
+
+    Called before the imports of a rank's program: with old libraries these would fail with a traceback.
+    """
+    try:
+        check_libraries({name: _version(name) for name in NEEDED})
+    except ConfigError as error:
+        _say(f"ppoflow: error: {error}")
+        sys.exit(EXIT_USER)
+
+
+def check_libraries(found: Mapping[str, str | None]) -> None:
+    """Compare the installed versions with the needed ones.
+
+    Args:
+        found: version by name; None: not installed. Only its first two numbers count.
+
+    Raises:
+        ConfigError: one is missing or too old. It names what is there and what is needed.
+    """
+    wrong = []
+    for name, (major, minor) in NEEDED.items():
+        version = found[name]
+        numbers = re.match(r"(\d+)\.(\d+)", version or "")
+        if numbers is None or (int(numbers[1]), int(numbers[2])) < (major, minor):
+            wrong.append(f"{name} {version} is installed" if version else f"{name} is not installed")
+    if wrong:
+        needed = ", ".join(f"{name} >= {major}.{minor}" for name, (major, minor) in NEEDED.items())
+        raise ConfigError(
+            f"{' and '.join(wrong)} in {sys.prefix}, but ppoflow needs {needed}. Install the pinned ones: "
+            "pip install -r infra/requirements.txt."
+        )
 
 
 def run_program(main: Callable[[Sequence[str]], None]) -> None:
@@ -30,20 +77,46 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     for noisy in ("httpx", "fsspec", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    faulthandler.enable()  # NCCL ends a rank whose collective times out by SIGABRT: its Python stack tells the phase
     code = EXIT_DONE
     try:
         main(sys.argv[1:])
     except Interrupted as error:
         _say(f"ppoflow: {error}")
         code = EXIT_INTERRUPTED
-    except USER_ERRORS as error:
-        if isinstance(error, BrokenArtifact):
-            raise  # not the user's doing: running again sets it aside
-        _say(f"ppoflow: error: {error}")
-        code = EXIT_USER
+    except Exception as error:  # noqa: BLE001 – whatever it is, the process ends here
+        if isinstance(error, USER_ERRORS) and not isinstance(error, BrokenArtifact):  # that one is mended by running again
+            _say(f"ppoflow: error: {error}")
+            code = EXIT_USER
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            _say(f"ppoflow: {_place()} ended by {type(error).__name__}.{_explained(error)}")
+            code = EXIT_CRASH
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _place() -> str:
+    stall = sys.modules.get("rl_core.stall")
+    return stall.where() if stall is not None else f"rank {os.environ.get('RANK', '0')}"
+
+
+def _explained(error: Exception) -> str:
+    """What a broken collective means: it says nothing of its cause, which lies with another rank."""
+    if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in COLLECTIVE_ERRORS):
+        return ""
+    return (
+        " Its communication with the other ranks broke: one of them died (look for the first error in the log) or did not come "
+        "to the same point within launch.dist_timeout_s. Running the same command again goes on from the last committed checkpoint."
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _say(paragraph: str) -> None:

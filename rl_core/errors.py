@@ -21,6 +21,10 @@ class ConfigError(PpoflowError):
     """The configuration is wrong: unknown key, wrong value, contradiction, missing file that it names."""
 
 
+class LaunchError(PpoflowError):
+    """The ranks do not find each other: a missing one, a port in use, a network that lets nothing through."""
+
+
 class DataError(PpoflowError):
     """The prompts cannot be used: missing column, no rows, no chat template, too many dropped rows."""
 

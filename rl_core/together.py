@@ -36,7 +36,7 @@ def together(action: Callable[[], T], process_group: dist.ProcessGroup | None = 
         raise failed
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise _rebuilt(rank, *reason)
+            raise _rebuilt(rank if process_group is None else dist.get_global_rank(process_group, rank), *reason)
     return result
 
 
