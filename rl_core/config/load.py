@@ -1,17 +1,17 @@
 """Reading a configuration: YAML, `key=value` overrides, and errors that name the key and the nearest right one."""
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from rl_core.config.layers import FILE, OVERRIDES, Settings
+from rl_core.config.problems import describe
 from rl_core.config.schema import Config
-from rl_core.config.spellings import in_our_names, translated
 from rl_core.errors import ConfigError
 
 
@@ -54,24 +54,25 @@ def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
 def parse_config(
     values: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), origin: str = "the configuration"
 ) -> Config:
-    """Validate a mapping of sections after applying overrides and putting in environment variables.
+    """Validate a mapping of sections after putting overrides on top and environment variables in.
 
-    In any text, `${NAME}` and `${NAME:-default}` (names in capitals) stand for an environment variable. `origin` names the
-    configuration in errors.
+    In any text, `${NAME}` and `${NAME:-default}` (names in capitals) stand for an environment variable. Keys may have other
+    names (rl_core.config.spellings). An override wins over the file under whatever name; one of a section changes the keys that
+    it gives, unless it is of another kind. `origin` names the configuration in errors.
 
     Raises:
-        ConfigError: unknown key, wrong value, a variable that is not set and has no default.
+        ConfigError: unknown key, wrong value, a key given twice with different values, a variable that is not set and has no
+            default.
     """
-    merged: dict[str, Any] = translated(values, origin)
-    pairs = overrides.items() if isinstance(overrides, Mapping) else (_split_override(text) for text in overrides)
-    for key, value in pairs:
-        for name, meant in in_our_names(key, value, merged, origin).items():
-            _put(merged, name, meant)
+    given = overrides if isinstance(overrides, Mapping) else dict(_split_override(text) for text in overrides)
+    settings = Settings()
+    settings.add(_with_environment(values, origin, ()), FILE, f"{origin}:")
+    settings.add(_with_environment(given, origin, ()), OVERRIDES, "--set")
+    settings.translate()
     try:
-        return Config.model_validate(_with_environment(merged, origin, ()))
+        return Config.model_validate(settings.nested())
     except ValidationError as error:
-        problems = "; ".join(_describe(item) for item in error.errors())
-        raise ConfigError(f"{origin}: {problems}.") from None
+        raise ConfigError(f"{origin}: {describe(error, settings.written())}.") from None
 
 
 def _with_environment(value: Any, origin: str, where: tuple[Any, ...]) -> Any:
@@ -103,66 +104,3 @@ def _split_override(text: str) -> tuple[str, Any]:
         return key, yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text}: the value is not valid YAML: {' '.join(str(error).split())}.") from None
-
-
-def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    for name in parents:
-        if not isinstance(values.setdefault(name, {}), dict):
-            raise ConfigError(f"--set {dotted}: {name} is a value, not a section.")
-        values = values[name]
-    values[last] = value
-
-
-def _describe(item: Any) -> str:
-    """One validation error in a clause, with the nearest known key for an unknown one."""
-    where, siblings = _resolve(tuple(str(part) for part in item["loc"]))
-    if item["type"] == "extra_forbidden":
-        last = where[-1]
-        close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
-        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == last]
-        if close:
-            hint = f"did you mean {close[0]}?"
-        elif elsewhere:
-            hint = f"it belongs in {elsewhere[0]}"
-        else:
-            hint = f"known keys here: {', '.join(sorted(siblings))}"
-        return f"unknown key {'.'.join(where)} ({hint})"
-    name = ".".join(where) or "the whole"
-    if item["type"] == "missing":
-        return f"{name} is missing"
-    message = item["msg"].removeprefix("Value error, ")
-    return message if item["type"] == "value_error" else f"{name} = {item['input']!r}: {message}"
-
-
-def _resolve(location: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """A validation error's location as the user wrote it (pydantic puts the tag of a union in), and the keys known there."""
-    where: list[str] = []
-    known: list[str] = []
-    candidates: list[type[BaseModel]] = [Config]
-    for part in location:
-        if len(candidates) > 1 and (tagged := [model for model in candidates if _tag(model) == part]):
-            candidates = tagged
-            continue
-        known = [key for model in candidates for key in model.model_fields]
-        where.append(part)
-        candidates = [
-            found for model in candidates if part in model.model_fields for found in _models(model.model_fields[part].annotation)
-        ]
-    return where, known
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
-
-
-def _tag(model: type[BaseModel]) -> str | None:
-    kind = model.model_fields.get("kind")
-    return get_args(kind.annotation)[0] if kind is not None else None
-
-
-def _all_keys() -> list[str]:
-    sections = ((name, model) for name, field in Config.model_fields.items() for model in _models(field.annotation))
-    return [f"{name}.{key}" for name, model in sections for key in model.model_fields]

@@ -64,7 +64,6 @@ RENAMED = {
     "trainer.total_epochs": "trainer.num_train_epochs",
     "trainer.total_training_steps": "trainer.max_steps",
     "trainer.save_freq": "checkpoint.save_steps",
-    "trainer.test_freq": "evaluation.every_steps",
     "trainer.n_gpus_per_node": "launch.nproc_per_node",
     "trainer.project_name": "registry.experiment",
     "custom_reward_function": "reward",
@@ -126,6 +125,7 @@ MEANT: dict[str, Meaning] = {
     "reward.use_flash_attention_2": _attention("reward"),
     "trainer.use_ref_model": _reference,
     "trainer.max_length": _length,
+    "trainer.test_freq": lambda value, _: {"evaluation.every_steps": value if value > 0 else None},
     "actor_rollout_ref.actor.ppo_mini_batch_size": lambda value, lookup: {
         "trainer.ppo_mini_batch_size": value * (lookup("rollout.n") or 1)  # verl counts prompts, we count responses
     },
@@ -151,10 +151,21 @@ SHARDING: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD_ZERO2": {"strategy": "hsdp", "reshard_after_forward": False},
     "NO_SHARD": {"strategy": "ddp"},
 }
+
+
+def _sharding(value: Any, _: Lookup) -> dict[str, Any]:
+    if value not in SHARDING:
+        raise ConfigError(f"fsdp_sharding_strategy = {value!r} is none of {', '.join(SHARDING)}.")
+    return SHARDING[value]
+
+
 MEANT_IN_FSDP: dict[str, Meaning] = {
     "use_fsdp": _use,
     "fsdp_size": _size,
-    "fsdp_sharding_strategy": lambda value, _: SHARDING[value],
+    "fsdp_sharding_strategy": _sharding,
+    "mixed_precision": lambda value, _: {
+        "mixed_precision.param_dtype": value or "float32"
+    },  # YAML reads accelerate's `no` as false
 }
 """As `MEANT`, for `fsdp` and each role's `fsdp`; keys and lookups are relative to the section."""
 
