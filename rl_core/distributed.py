@@ -145,9 +145,11 @@ def _device(launch: LaunchConfig) -> torch.device:
         raise ConfigError("launch.device = cuda, but torch sees no GPU. Use launch.device = auto or cpu.")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is '{visible}': numbers with commas between them)"
         raise ConfigError(
-            f"launch.nproc_per_node asks for at least {local + 1} ranks on {socket.gethostname()}, which has {count} GPU(s); use "
-            "at most one rank per GPU."
+            f"There are at least {local + 1} ranks on {socket.gethostname()}, which has {count} GPU(s){shown}. Use at most one "
+            "rank per GPU: launch.nproc_per_node, or torchrun's --nproc_per_node."
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

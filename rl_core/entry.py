@@ -108,7 +108,7 @@ def _explained(error: Exception) -> str:
         return ""
     return (
         " Its communication with the other ranks broke: one of them died (look for the first error in the log) or did not come "
-        "to the same point within launch.dist_timeout_s. Running the same command again goes on from the last committed checkpoint."
+        "to the same point within launch.dist_timeout_s. Running the same command again goes on from the last checkpoint."
     )
 
 
