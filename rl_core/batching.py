@@ -112,7 +112,8 @@ class Experience:
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "batch"}
         blank = torch.zeros(len(part), part.width, device=part.input_ids.device)
         chosen = {
-            name: None if tensor is None else tensor[rows, : part.width] if len(rows) else blank for name, tensor in tensors.items()
+            name: None if tensor is None else tensor[rows, : part.width] if len(rows) else blank
+            for name, tensor in tensors.items()
         }
         return Experience(batch=part, **chosen)
 

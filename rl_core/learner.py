@@ -65,7 +65,9 @@ class Learner(Role):
             last: of the mini-batch; only then gradients are summed over the ranks.
         """
         self.module.set_requires_gradient_sync(last)
-        (loss * (self.group.size * (self.scale or 1.0))).backward()  # FSDP averages over ranks; the loss is a part of a global mean
+        (
+            loss * (self.group.size * (self.scale or 1.0))
+        ).backward()  # FSDP averages over ranks; the loss is a part of a global mean
 
     def step(self, optimizer_step: int) -> dict[str, float]:
         """Clip, apply and clear the gradients.

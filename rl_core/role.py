@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.config import Config
-from rl_core.config import schema
+from rl_core.config import Config, schema
 from rl_core.groups import Group
 from rl_core.models.offload import Offload
 

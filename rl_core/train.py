@@ -124,7 +124,9 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     for sentence in without_effect(config, world.size, world.device.type == "cuda"):
         log.line(f"Note: {sentence}.")
     log.line(plan.describe(groups["actor"].data_parallel))
-    actor, critic, reference, judge, engine = together(lambda: _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps))
+    actor, critic, reference, judge, engine = together(
+        lambda: _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps)
+    )
     run = Run(
         config=config,
         world=world,

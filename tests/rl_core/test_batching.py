@@ -1,48 +1,81 @@
-"""Batch plans: on any number of ranks the same responses are in a mini-batch, and all ranks have equally many rows."""
+"""Batch plans: a mini-batch holds the same responses on any number of ranks, and all ranks have equally many micro-batches."""
 
 import pytest
 import torch
 
-from rl_core.batching import BatchPlan, Experience, by_length
+from rl_core.batching import BatchPlan, Experience
 from rl_core.rollout.batch import RolloutBatch
 
-
-def plan(responses: int, mini_batch: int, ranks: int, micro_batch: int = 2, ppo_epochs: int = 1) -> BatchPlan:
-    return BatchPlan(responses, responses, mini_batch, micro_batch, ppo_epochs, ranks)
+LENGTHS = [3, 0, 2, 1, 9, 4, 4]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize(("responses", "mini_batch"), [(8, 8), (8, 4), (12, 3), (6, 1), (5, 5)])
-def test_each_response_is_computed_once_and_in_its_mini_batch(responses, mini_batch, ranks):
-    p = plan(responses, mini_batch, ranks)
-    assert p.mini_batches * mini_batch == responses
-    for mini in range(p.mini_batches):
-        parts = [p.samples_of(rank, mini) for rank in range(ranks)]
-        assert [number for part in parts for number in part] == list(range(mini * mini_batch, (mini + 1) * mini_batch))
-        assert max(map(len, parts)) <= p.rows
+def plan(responses: int, mini_batch: int, micro_batch: int = 2, tokens: int | None = None, ppo_epochs: int = 1) -> BatchPlan:
+    return BatchPlan(responses, responses, mini_batch, micro_batch, tokens, ppo_epochs)
 
 
-def batch() -> RolloutBatch:
-    lengths = [3, 0, 2, 1]
+def batch(lengths: list[int] = LENGTHS) -> RolloutBatch:
     return RolloutBatch.from_lists(
-        prompts=[[5]] * 4,
+        prompts=[[5]] * len(lengths),
         responses=[[7] * length for length in lengths],
         logprobs=[[-1.0] * length for length in lengths],
-        truncated=[False] * 4,
-        sample_index=[0, 1, 2, 3],
+        truncated=[False] * len(lengths),
+        sample_index=list(range(len(lengths))),
     )
 
 
-def test_portions_hold_every_row_once_longest_first():
-    assert [rows.tolist() for rows in by_length(batch(), 3)] == [[0, 2, 3], [1]]
+@pytest.mark.parametrize("tokens", [None, 1, 6, 1000])
+@pytest.mark.parametrize("micro", [1, 2, 100])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 9])
+def test_each_row_is_computed_once_in_equally_many_micro_batches_on_all_ranks(parts, micro, tokens):
+    p = plan(7, 7, micro, tokens)
+    portions = [p.portions(batch(), parts, part) for part in range(parts)]
+    assert len({len(cut) for cut in portions}) == 1
+    assert sorted(row for cut in portions for rows in cut for row in rows.tolist()) == list(range(7))
+    for rows in (rows for cut in portions for rows in cut if len(rows)):
+        widest = max(LENGTHS[row] + 1 for row in rows)
+        assert len(rows) <= micro if tokens is None else len(rows) == 1 or widest * len(rows) <= tokens
+
+
+def test_long_rows_come_first_and_are_spread_over_the_ranks():
+    assert [rows.tolist() for rows in plan(7, 7, 3).portions(batch(), 1, 0)] == [[4, 5, 6], [0, 2, 3], [1]]
+    assert [rows.tolist() for rows in plan(7, 7, 3).portions(batch(), 2, 0)] == [[4, 6, 2], [1]]
+    assert [rows.tolist() for rows in plan(7, 7, 3).portions(batch(), 2, 1)] == [[5, 0, 3], []]
+
+
+def test_a_token_budget_counts_the_padding():
+    portions = plan(7, 7, tokens=10).portions(batch(), 1, 0)
+    assert [rows.tolist() for rows in portions] == [[4], [5, 6], [0, 2], [3, 1]]
 
 
 def test_experience_is_cut_into_mini_and_micro_batches_with_its_rows_together():
     rows = torch.arange(4.0)[:, None].expand(4, 3)
-    whole = Experience(batch=batch(), logprobs=rows, ref_logprobs=None, values=rows, advantages=rows, returns=rows)
-    minis = list(whole.mini_batches(plan(4, 2, ranks=1, ppo_epochs=2)))
+    whole = Experience(batch=batch([3, 0, 2, 1]), logprobs=rows, ref_logprobs=None, values=rows, advantages=rows, returns=rows)
+    minis = list(whole.mini_batches(plan(4, 2, ppo_epochs=2)))
     assert [mini.batch.sample_index.tolist() for mini in minis] == [[0, 1], [2, 3]] * 2
     assert [mini.values.shape[1] for mini in minis] == [3, 2, 3, 2]
-    for micro in minis[1].micro_batches(1):
+    for portion in plan(2, 2, 1).portions(minis[1].batch, 1, 0):
+        micro = minis[1].select(portion)
         assert micro.values[0, 0] == micro.batch.sample_index[0]
         assert micro.ref_logprobs is None
+
+
+def test_a_micro_batch_without_rows_has_one_of_no_weight():
+    rows = torch.arange(4.0)[:, None].expand(4, 3)
+    whole = Experience(batch=batch([3, 0, 2, 1]), logprobs=rows, ref_logprobs=rows, values=rows, advantages=rows, returns=rows)
+    micro = whole.select(torch.tensor([], dtype=torch.long))
+    assert len(micro.batch) == 1
+    assert not micro.batch.mask.any()
+    assert micro.batch.prompt_length.tolist() == [1]
+    assert micro.ref_logprobs is not None and micro.ref_logprobs.shape == micro.values.shape == (1, micro.batch.width)
+
+
+def test_the_plan_in_words():
+    assert (
+        plan(8, 4, 3, ppo_epochs=2)
+        .describe(2)
+        .endswith(
+            "8 responses a step; 2 mini-batch(es) of 4 responses × 2 epoch(s) = 4 optimizer step(s); on each of 2 data-parallel "
+            "rank(s) 2 responses a mini-batch in 1 micro-batch(es) of 2"
+        )
+    )
+    assert plan(8, 4, tokens=99).describe(1).endswith("in micro-batches of at most 99 tokens")

@@ -34,8 +34,9 @@ def config_for(directory: Path, **overrides: object) -> Config:
         "rollout": {"max_new_tokens": 8},
         "trainer": {
             "max_steps": STEPS, "train_batch_size": 64, "ppo_mini_batch_size": 32, "per_device_train_batch_size": 32,
-            "learning_rate": 3e-3, "critic_learning_rate": 3e-3,
         },
+        "actor": {"learning_rate": 3e-3},
+        "critic": {"learning_rate": 3e-3},
         "checkpoint": {"save_steps": 1000},
         "launch": {"device": "cpu"},
     }  # fmt: skip
@@ -61,7 +62,7 @@ def rewards(inputs: tuple[Path, Artifact, Artifact], output: Path, **overrides: 
     config = config_for(directory, **{key.replace("__", "."): value for key, value in overrides.items()})
     output.mkdir()
     with joined(config.launch) as world:
-        ppo(train.build(config, dataset, base, output, world, stopping=lambda: False))
+        ppo(train.build(config.settled(world.size), dataset, base, output, world, stopping=lambda: False))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
     return [row["critic/score/mean"] for row in rows]
@@ -74,7 +75,7 @@ def test_ppo_learns(inputs, tmp_path):
 
 
 def test_nothing_is_learned_at_learning_rate_zero(inputs, tmp_path):
-    curve = rewards(inputs, tmp_path / "run", trainer__learning_rate=0.0, trainer__critic_learning_rate=0.0)
+    curve = rewards(inputs, tmp_path / "run", actor__learning_rate=0.0, critic__learning_rate=0.0)
     assert max(curve) < 0.4
 
 

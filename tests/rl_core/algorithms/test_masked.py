@@ -37,30 +37,3 @@ def test_whiten_of_equal_values_is_zero():
 def test_whiten_keeps_its_digits_beside_a_large_mean():
     values = torch.tensor([[4096.0, 4096.5, 4097.0]])
     assert torch.allclose(whiten(values, torch.ones(1, 3, dtype=torch.bool)), torch.tensor([[-1.0, 0.0, 1.0]]), atol=1e-6)
-
-
-def test_whiten_over_ranks_equals_whiten_of_the_whole():
-    """Ranks are played by threads that meet at a barrier; one of them has no token at all."""
-    from concurrent.futures import ThreadPoolExecutor
-    from threading import Barrier
-
-    torch.manual_seed(0)
-    values, mask = torch.randn(6, 5) * 3 + 2, torch.rand(6, 5) < 0.6
-    mask[4:] = False
-    parts: list[torch.Tensor | None] = [None] * 3
-    barrier = Barrier(3, timeout=30)
-
-    def rank(number: int) -> torch.Tensor:
-        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-            assert tensor.dtype == torch.float64
-            parts[number] = tensor
-            barrier.wait()
-            total = torch.stack([part for part in parts if part is not None]).sum(0)
-            barrier.wait()
-            return total
-
-        return whiten(values[2 * number : 2 * number + 2], mask[2 * number : 2 * number + 2], all_reduce)
-
-    with ThreadPoolExecutor(3) as pool:
-        pieces = list(pool.map(rank, range(3)))
-    assert torch.allclose(torch.cat(pieces), whiten(values, mask), atol=1e-6)
