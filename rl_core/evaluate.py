@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rl_core import algorithms, phases
+from rl_core import algorithms, phases, stall
 from rl_core.batching import BatchPlan
 from rl_core.config import Config, load_config
 from rl_core.config.roles import MappingConfig
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="an existing directory")
     options = parser.parse_args(arguments)
     config = load_config(options.config_path)
-    with joined(config.launch) as world:
+    with joined(config.launch) as world, stall.watch(world, config.launch):
         config = config.settled(world.size)
         records = evaluate(config, options.model, options.reference, Prompts(options.dataset, "eval"), world)
     if world.is_main:

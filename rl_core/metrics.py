@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_core import memory
+from rl_core import memory, stall
 from rl_core.distributed import World
 from rl_core.rollout.batch import RolloutBatch
 
@@ -27,7 +27,8 @@ class Timer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time of the block to a phase. On a GPU its kernels are waited for; on the CPU what it freed is given back."""
         start = time.perf_counter()
-        yield
+        with stall.phase(phase, self._step):
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         else:

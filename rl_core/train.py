@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rl_core import stall
 from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact, set_aside
 from rl_core.batching import BatchPlan
 from rl_core.checkpoint.convert import convert
@@ -71,13 +72,17 @@ def main(arguments: Sequence[str]) -> None:
         # Whoever starts after a crash waits, by taking this exclusively, until the last rank of the dead group is gone.
         stack.enter_context(locked(output / "ranks.lock", shared=True))
         world = stack.enter_context(joined(config.launch))
+        stack.enter_context(stall.watch(world, config.launch))
         config = config.settled(world.size)
         if world.is_main:  # two trainings started by hand on one directory: the second waits
             stack.enter_context(locked(output / "training.lock", on_wait=lambda who: print(f"Waiting for {who}", flush=True)))
-        dataset, base = prepare(options, config, output, world)
-        run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
+        with stall.phase("preparing the data and the base model"):
+            dataset, base = prepare(options, config, output, world)
+        with stall.phase("building the models"):
+            run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
         train(run)
-        together(lambda: export(run, base, output) if world.is_main else None)
+        with stall.phase("exporting the policy"):
+            together(lambda: export(run, base, output) if world.is_main else None)
 
 
 def prepare(options: argparse.Namespace, config: Config, output: Path, world: World) -> tuple[Artifact, Artifact]:

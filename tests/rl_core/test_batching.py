@@ -66,7 +66,8 @@ def test_a_micro_batch_without_rows_has_one_of_no_weight():
     assert len(micro.batch) == 1
     assert not micro.batch.mask.any()
     assert micro.batch.prompt_length.tolist() == [1]
-    assert micro.ref_logprobs is not None and micro.ref_logprobs.shape == micro.values.shape == (1, micro.batch.width)
+    assert micro.ref_logprobs is not None
+    assert micro.ref_logprobs.shape == micro.values.shape == (1, micro.batch.width)
 
 
 def test_the_plan_in_words():

@@ -41,9 +41,15 @@ def make() -> Iterator[Make]:
         ({}, [2.0] * 10),
         ({"warmup_steps": 4}, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]),
         ({"lr_scheduler_type": "linear"}, [2 * (1 - step / 9) for step in range(10)]),
-        ({"lr_scheduler_type": "linear", "warmup_steps": 5, "min_lr_ratio": 0.5}, [0.4, 0.8, 1.2, 1.6, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0]),
+        (
+            {"lr_scheduler_type": "linear", "warmup_steps": 5, "min_lr_ratio": 0.5},
+            [0.4, 0.8, 1.2, 1.6, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0],
+        ),
         ({"lr_scheduler_type": "cosine"}, [1 + math.cos(math.pi * step / 9) for step in range(10)]),
-        ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, [0.2 + 0.9 * (1 + math.cos(math.pi * step / 9)) for step in range(10)]),
+        (
+            {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+            [0.2 + 0.9 * (1 + math.cos(math.pi * step / 9)) for step in range(10)],
+        ),
     ],
 )  # fmt: skip
 def test_the_learning_rate_is_a_function_of_the_step(make: Make, settings: dict[str, Any], expected: list[float]) -> None:
