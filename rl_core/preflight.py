@@ -63,8 +63,8 @@ class Preflight:
             self._hosts = self._known(store)
             missing = [rank for rank in range(self._size) if rank not in self._hosts]
             raise self._failed(
-                f"{self._named(missing)} of {self._size} did not arrive within {self._seconds:g} s; "
-                f"there {'is' if len(self._hosts) == 1 else 'are'} {self._named(self._hosts)}"
+                f"{len(missing)} of {self._size} ranks did not arrive within {self._seconds:g} s: {self._named(missing)}; there "
+                f"{'is' if len(self._hosts) == 1 else 'are'} {self._named(self._hosts)}"
             ) from error
         self._hosts = self._known(store)
 
