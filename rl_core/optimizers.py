@@ -45,7 +45,7 @@ class AdamW8bit(Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with moments in block-wise dynamic 8-bit codes (Dettmers et al.
     2022, arXiv:2110.02861).
 
-    Apart from the paper: of the second moment the square root is coded, so that gradients of a thousandth of the largest in
+    Apart from the paper: of the second moment the square root is coded, so that gradients of a ten-thousandth of the largest in
     their block still have one; the codes are symmetric, so that what is decoded is coded the same again; and blocks lie
     within a row (first dimension), which FSDP2 never divides: the update does not depend on the number of ranks.
 
@@ -80,6 +80,7 @@ class AdamW8bit(Optimizer):
                 whole = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
                 if f"{name}.codes" in state:
                     codes, scales = state.pop(f"{name}.codes"), state.pop(f"{name}.scales")
+                    whole = whole.to(codes.device)  # which is another than the parameter's while the moments are offloaded
                     for part in _chunks(codes):
                         _rows(local(whole))[part] = _decoded(codes[part], scales[part], signed=name == "exp_avg")
                 state[name] = whole
@@ -103,12 +104,12 @@ class AdamW8bit(Optimizer):
             if small and name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
             elif not small and f"{name}.codes" not in state:
-                rows = _rows(local(parameter))
+                known = state.pop(name, None)
+                rows = _rows(local(parameter if known is None else known))
                 codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
                 scales = torch.empty(len(rows), -(-rows.shape[1] // BLOCK), dtype=torch.float32, device=rows.device)
-                known = state.pop(name, None)
                 for part in _chunks(rows):
-                    values = torch.zeros_like(rows[part], dtype=torch.float32) if known is None else _rows(local(known))[part]
+                    values = torch.zeros_like(rows[part], dtype=torch.float32) if known is None else rows[part]
                     codes[part], scales[part] = _coded(values, signed=name == "exp_avg")
                 state |= {f"{name}.codes": codes, f"{name}.scales": scales}
 

@@ -38,12 +38,13 @@ def add_adapters(causal: "PreTrainedModel", settings: LoraConfig, role: Role = "
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"{where} needs the package peft, which cannot be imported ({error}). Install it: pip install 'ppoflow[lora]', or "
-            "pip install peft."
+            f"{where} needs the package peft, which cannot be imported ({error}). Install it: pip install peft "
+            "(the extra `lora`)."
         ) from None
     targets = target_layers(causal, settings, where)
+    # In a module that is no transformers model peft takes names as they are (see `peft_can_open`).
     with torch.device("meta"):
-        peft.inject_adapter_in_model(peft_config(causal, settings, targets), causal, ADAPTER)
+        peft.inject_adapter_in_model(peft_config(causal, settings, targets), nn.ModuleDict({"causal": causal}), ADAPTER)
     added = adapted_layers(causal)
     assert added.keys() == set(targets), f"peft adapted {sorted(added.keys() ^ set(targets))[:10]} otherwise than asked"
     for layer in added.values():
@@ -97,6 +98,24 @@ def peft_config(causal: "PreTrainedModel", settings: LoraConfig, targets: dict[s
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+def peft_can_open(causal: "PreTrainedModel", settings: Any) -> bool:
+    """Whether peft, opening an adapter with this configuration, adapts the same layers.
+
+    In some mixtures of experts it takes the names of shared experts' or dense layers' projections for those of the experts, which
+    transformers 5 has fused.
+    """
+    from copy import deepcopy
+
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    understood = deepcopy(settings)
+    try:
+        convert_peft_config_for_transformers(understood, causal, conversions=None)
+    except ValueError:  # not all of the names that have become one are there
+        return False
+    return not understood.target_parameters
 
 
 def is_adapter(parameter_name: str) -> bool:
