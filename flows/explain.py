@@ -16,8 +16,8 @@ from tasks.mlflow_registry import champion
 from tasks.runs import Run
 from tasks.store import Key, Reference, differences, reference_of
 
-NAMED = 6
-"""Differing components that are named."""
+NAMED, UNRELATED = 6, 12
+"""Differing components that are named; with more than UNRELATED it is another project's."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def _novelty(key: Key) -> str:
     names = differences(key)
     if not names:
         return "the first of its kind"
+    if len(names) > UNRELATED:
+        return f"there is nothing like it yet (the nearest earlier one differs in {len(names)} components)"
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"differs from the nearest earlier one in {', '.join(names[:NAMED])}{more}"
 

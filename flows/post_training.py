@@ -25,6 +25,7 @@ from flows.report import Stages
 from rl_core.config import Config
 from rl_core.home import home, writable
 from tasks import convert_checkpoint, evaluate_policy, register_policy, tokenize_dataset, train_policy
+from tasks.devices import check_device
 from tasks.mlflow_registry import champion
 
 logs.set_up()
@@ -44,6 +45,7 @@ def post_training(config: Config | Path | str, overrides: dict[str, Any] | None 
     """
     writable(home())
     config = settle(config, overrides)
+    check_device(config.launch)
     source = model_source(config)
     stages = Stages(fresh)
 

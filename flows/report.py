@@ -1,6 +1,7 @@
 """How a run is reported: one row a stage, as the table at its end and as JSON."""
 
 import json
+import os
 import time
 from types import ModuleType
 from typing import Any
@@ -89,6 +90,7 @@ def print_report(report: dict[str, Any]) -> None:
     artifacts = {row["name"]: row["artifact"] for row in report["stages"]}
     console.print(f"policy: {artifacts['train_policy']}")
     console.print(f"learning curve: {artifacts['evaluate_policy']}/learning_curve.png")
+    console.print(f"to serve it: MLFLOW_TRACKING_URI={os.environ['MLFLOW_TRACKING_URI']} and models:/{registered['name']}@champion")
 
 
 def _result_line(result: dict[str, Any]) -> str:

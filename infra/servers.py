@@ -51,7 +51,9 @@ def main() -> int:
         _wait_until_up(f"http://{HOST}:{ports.mlflow_port}/health", servers)
         asyncio.run(_apply_automation())
         os.environ["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{ports.mlflow_port}"
-        print(f"\nPrefect  http://{HOST}:{ports.prefect_port}\nMLflow   http://{HOST}:{ports.mlflow_port}\n\nIn another shell:")
+        # MLflow opens on its pages for agents unless it is told that this is about training.
+        training = f"http://{HOST}:{ports.mlflow_port}/#/experiments?workflowType=machine_learning"
+        print(f"\nPrefect  http://{HOST}:{ports.prefect_port}\nMLflow   {training}\n\nIn another shell:")
         print("\n".join(f"export {name}={shlex.quote(os.environ[name])}" for name in EXPORTED), flush=True)
         print("\nCtrl-C stops both.", flush=True)
         while all(server.poll() is None for server in servers):

@@ -156,7 +156,7 @@ def train(run: Run) -> None:
 
         stats.rollout(batch, scores, logprobs)
         metrics = stats.merge(world, timer)
-        log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3f}")
+        log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3g}")
         if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0:
             metrics |= validate(run)
         first = range(min(SAMPLES_LOGGED, len(batch)))

@@ -245,6 +245,7 @@ def _make(path: Path, identity: Any, write: Callable[[Path], dict[str, Any]]) ->
             reason = f"{error} It is set aside and made again."
         print(reason, flush=True)
         set_aside(path)
+    print(f"Making {path}", flush=True)
     scratch = fresh_scratch(path)
     results = write(scratch)
     commit(scratch, path, kind=path.name, key=key, results=results)

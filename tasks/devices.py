@@ -37,6 +37,19 @@ def threads_per_rank(launch: LaunchConfig) -> int:
     return int(stated) if stated.isdigit() and int(stated) else max(1, len(os.sched_getaffinity(0)) // rank_count(launch))
 
 
+def check_device(launch: LaunchConfig) -> None:
+    """Refuse `launch.device: cuda` on a machine without GPU now, not after minutes of preparing.
+
+    Raises:
+        ConfigError: torch sees no GPU.
+    """
+    if launch.device == "cuda" and not gpu_count():
+        import torch  # asked only here: it knows GPUs that nvidia-smi does not
+
+        if not torch.cuda.is_available():
+            raise ConfigError("launch.device = cuda, but torch sees no GPU on this machine. Use launch.device = auto or cpu.")
+
+
 def device_kind(launch: LaunchConfig) -> str:
     """`cuda` or `cpu`, as the ranks will choose it."""
     return "cpu" if launch.device == "cpu" or (launch.device == "auto" and not gpu_count()) else "cuda"

@@ -36,6 +36,8 @@ def _defaults() -> dict[str, str]:
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_EPHEMERAL_ENABLED": "true",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",  # a first start migrates its database for 20 s
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # sqlite's lock, on a machine that is busy training
+        "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,rl_core",

@@ -104,14 +104,16 @@ def _evaluate_models(
     evaluations = {}
     for name, key in model_keys(config, dataset, base, policy, champion).items():
         if key.value not in done:  # the champion may be the policy itself
-            logger.info("Evaluating the %s", name)
-            done[key.value] = _evaluate_model(key, config, dataset, base, directories[name], fresh)
+            done[key.value] = _evaluate_model(name, key, config, dataset, base, directories[name], fresh)
         evaluations[name] = done[key.value]
     return evaluations
 
 
-def _evaluate_model(key: Key, config: Config, dataset: Reference, base: Reference, model: Path, fresh: bool) -> Reference:
+def _evaluate_model(
+    name: str, key: Key, config: Config, dataset: Reference, base: Reference, model: Path, fresh: bool
+) -> Reference:
     def answer(scratch: Path) -> dict[str, Any]:
+        logger.info("Evaluating the %s", name)
         with tempfile.TemporaryDirectory() as directory:
             config_path = Path(directory) / "config.yaml"
             config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
@@ -126,7 +128,10 @@ def _evaluate_model(key: Key, config: Config, dataset: Reference, base: Referenc
             )  # fmt: skip
         return {}
 
-    return produce(key, answer, fresh)
+    reference = produce(key, answer, fresh)
+    if reference.state == "reused":
+        logger.info("The %s was evaluated before: reused", name)
+    return reference
 
 
 def _compare(

@@ -78,7 +78,7 @@ class Standalone:
             lines += [
                 where + "Rollout completed, generated 8 sequences",
                 where + rf"Reward computed, mean: {metrics['critic/score/mean']:.3f}, std: \d+\.\d{{3}}",
-                where + rf"Training step done, loss: {metrics['actor/loss']:.3f}",
+                where + rf"Training step done, loss: {metrics['actor/loss']:.3g}",
             ]
         return lines
 

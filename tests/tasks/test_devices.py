@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_core.config.trainer import LaunchConfig
 from rl_core.errors import ConfigError
-from tasks.devices import Share, gpu_count, rank_count, share_of_job, threads_per_rank
+from tasks.devices import Share, check_device, gpu_count, rank_count, share_of_job, threads_per_rank
 
 SLURM = Path(__file__).resolve().parents[2] / "infra/slurm"
 
@@ -174,3 +175,11 @@ def test_batch_scripts_start_one_torchrun_a_node(tmp_path, script, arguments, en
         *arguments[2:],
     ]  # fmt: skip
     assert said.stdout.splitlines() == ["|".join(expected) + "|"] * 2
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_prepared() -> None:
+    check_device(LaunchConfig(device="cpu"))
+    check_device(LaunchConfig(device="auto"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"launch\.device = cuda, but torch sees no GPU"):
+            check_device(LaunchConfig(device="cuda"))
