@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from rl_core.checkpoint.dcp import write
 from rl_core.errors import ModelError
-from rl_core.models.build import empty_model_of
+from rl_core.models.auto import load_config, loading, model_of
+from rl_core.models.gguf_files import parsed_once
 from rl_core.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -52,27 +53,9 @@ def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: 
     Raises:
         ModelError: the weights are not those that config.json describes; the first ten differences are named.
     """
-    from transformers import AutoConfig
-
-    try:
-        if source.gguf:
-            config = AutoConfig.from_pretrained(source.directory, gguf_file=source.gguf)
-        else:
-            config = AutoConfig.from_pretrained(source.directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model.name_or_path: transformers cannot read the configuration in {source.directory} ({error})."
-        ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"model.name_or_path: {source.directory} holds quantized weights. Give the original ones.")
-    empty = empty_model_of(config)
+    with parsed_once():
+        config, empty, tensors = _read(source)
     aliases = dict(empty.all_tied_weights_keys)
-    expected = {name: tensor for name, tensor in empty.state_dict().items() if name not in aliases}
-    tensors = _from_gguf(source, empty) if source.gguf else _from_safetensors(source, empty, aliases)
-    if not source.gguf and tensors.keys() != expected.keys():
-        # Perhaps under the names of an older transformers: its own loader knows how to translate them.
-        tensors = _through_transformers(source, config, aliases)
-    _check(tensors, expected, source)
 
     write(scratch / "weights", _Planner(tensors), {}, alone=True)
     tokenizer.save_pretrained(scratch)
@@ -85,11 +68,39 @@ def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: 
         for name in ("config.json", "generation_config.json"):
             if (source.directory / name).exists():
                 shutil.copy2(source.directory / name, scratch / name)
+    _carry_code(source, scratch)
     return {
         "model_type": config.model_type, "architecture": type(empty).__name__, "tensors": len(tensors),
         "parameters": sum(tensor.shape.numel() for tensor in tensors.values()),
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
     }  # fmt: skip
+
+
+def _read(source: ModelSource) -> tuple["PretrainedConfig", "PreTrainedModel", dict[str, LazyTensor]]:
+    """Configuration, model on the meta device, and the model's tensors (of tied ones the first only)."""
+    config = load_config(source.directory, source.trusted, gguf=source.gguf, section=source.section)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{source.section}.name_or_path: {source.directory} holds quantized weights. Give the original ones.")
+    with torch.device("meta"):
+        empty = model_of(config, torch.float32, trusted=source.trusted, section=source.section)
+    aliases = dict(empty.all_tied_weights_keys)
+    expected = {name: tensor for name, tensor in empty.state_dict().items() if name not in aliases}
+    tensors = _from_gguf(source, empty) if source.gguf else _from_safetensors(source, empty, aliases)
+    if not source.gguf and tensors.keys() != expected.keys():
+        # Perhaps under the names of an older transformers: its own loader knows how to translate them.
+        tensors = _through_transformers(source, aliases)
+    _check(tensors, expected, source)
+    return config, empty, tensors
+
+
+def _carry_code(source: ModelSource, scratch: Path) -> None:
+    """The model's own code goes along where it is trusted; where it is not, nothing points to it any more."""
+    for path in source.code:
+        shutil.copy2(path, scratch / path.name)
+    for path in () if source.trusted else (scratch / "config.json", scratch / "tokenizer_config.json"):
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if settings.pop("auto_map", None) is not None:
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _from_safetensors(source: ModelSource, empty: "PreTrainedModel", aliases: dict[str, str]) -> dict[str, LazyTensor]:
@@ -109,8 +120,8 @@ def _from_safetensors(source: ModelSource, empty: "PreTrainedModel", aliases: di
         tied = found.pop(alias, None)
         if tied is not None and not _equal(tied, found.setdefault(original, tied)):
             raise ModelError(
-                f"model.name_or_path: config.json in {source.directory} ties {alias} to {original}, but the files hold different "
-                "values for them. Set tie_word_embeddings to false there."
+                f"{source.section}.name_or_path: config.json in {source.directory} ties {alias} to {original}, but the files "
+                "hold different values for them. Set tie_word_embeddings to false there."
             )
     return found
 
@@ -145,21 +156,16 @@ def _from_gguf(source: ModelSource, empty: "PreTrainedModel") -> dict[str, LazyT
     return {name: _held(tensor) for name, tensor in parsed["tensors"].items()}
 
 
-def _through_transformers(source: ModelSource, config: "PretrainedConfig", aliases: dict[str, str]) -> dict[str, LazyTensor]:
-    """Load the whole model into memory, in the stored type."""
+def _through_transformers(source: ModelSource, aliases: dict[str, str]) -> dict[str, LazyTensor]:
+    """Load the whole model into memory, in the type that config.json names."""
     from transformers import AutoModelForCausalLM
 
-    try:
+    with loading(source.directory, "the weights", source.trusted, source.section):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.directory, config=config, dtype="auto", output_loading_info=True
+            source.directory, dtype="auto", trust_remote_code=source.trusted, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"model.name_or_path: transformers cannot load {source.directory} ({error}).") from error
     model, report = loaded
-    problems = {what: sorted(map(str, report.get(f"{what}_keys", ()))) for what in ("missing", "unexpected", "mismatched")}
-    if any(problems.values()):
-        said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
-        raise ModelError(f"model.name_or_path: the weights in {source.directory} are not those of its config.json ({said}).")
+    _refuse({what: sorted(map(str, report[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}, source)
     return {name: _held(tensor) for name, tensor in model.state_dict().items() if name not in aliases}
 
 
@@ -168,18 +174,22 @@ def _held(tensor: Tensor) -> LazyTensor:
 
 
 def _check(tensors: dict[str, LazyTensor], expected: dict[str, Tensor], source: ModelSource) -> None:
-    problems = {
-        "missing": sorted(expected.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - expected.keys()),
-        "of another shape": [
-            f"{name} {list(tensors[name].shape)} instead of {list(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in tensors and tensors[name].shape != tensor.shape
-        ],
-    }
+    misshapen = [
+        f"{name} {list(tensors[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    _refuse({"missing": missing, "unexpected": unexpected, "of another shape": misshapen}, source)
+
+
+def _refuse(problems: dict[str, list[str]], source: ModelSource) -> None:
+    """Raise a ModelError naming the first ten of each kind, if there are any."""
     if any(problems.values()):
         said = "; ".join(f"{len(names)} {what}: {', '.join(names[:10])}" for what, names in problems.items() if names)
-        raise ModelError(f"model.name_or_path: the weights in {source.directory} are not those of its config.json ({said}).")
+        raise ModelError(
+            f"{source.section}.name_or_path: the weights in {source.directory} are not those of its config.json ({said})."
+        )
 
 
 class _Planner(DefaultSavePlanner):

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from rl_core.checkpoint.dcp import load_safetensors, load_tensors
-from rl_core.config.model import PretrainedModel
+from rl_core.config.model import ModelConfig, PretrainedModel
 from rl_core.config.roles import TrainedRoleConfig
 from rl_core.config.schema import Config, Role
 from rl_core.errors import ModelError
 from rl_core.groups import Group
 from rl_core.models import lora, ulysses
+from rl_core.models.auto import load_config, model_of
+from rl_core.models.buffers import restore_buffers
 from rl_core.models.dtypes import usable_dtype
 from rl_core.models.policy import PolicyModel
 from rl_core.models.sharding import shard, unit_classes
@@ -25,7 +27,7 @@ from rl_core.models.tensors import model_tensors
 from rl_core.models.value import ValueModel
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -67,27 +69,28 @@ def build_critic(base_dir: Path, config: Config, group: Group, device: torch.dev
     return _ready(module, trainable=True)
 
 
-def empty_model(directory: Path, settings: PretrainedModel, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The transformers model that config.json describes, on the meta device (no memory, no values)."""
-    from transformers import AutoConfig
-
-    try:
-        return empty_model_of(AutoConfig.from_pretrained(directory), settings, dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{directory}/config.json: transformers cannot build this model ({error}).") from error
-
-
-def empty_model_of(
-    config: "PretrainedConfig", settings: PretrainedModel, dtype: torch.dtype = torch.float32
+def empty_model(
+    directory: Path, settings: PretrainedModel, dtype: torch.dtype = torch.float32, kind: str = "AutoModelForCausalLM"
 ) -> "PreTrainedModel":
-    """As `empty_model`, of a transformers configuration. The wanted attention where the class has it, else its own."""
-    from transformers import AutoModelForCausalLM
+    """The transformers model that config.json describes, on the meta device (no memory, no values).
 
+    Args:
+        settings: whether code of its own may run, and the attention.
+        kind: transformers' Auto class.
+
+    Raises:
+        ModelError: see `rl_core.models.auto`; or the class does not tell backbone and head apart.
+    """
+    trusted, section = settings.trust_remote_code, "model" if isinstance(settings, ModelConfig) else "reward"
+    config = load_config(directory, trusted, section=section)
     with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn_implementation)
-        except (ValueError, ImportError):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = model_of(config, dtype, attention=settings.attn_implementation, trusted=trusted, kind=kind, section=section)
+    if model.base_model is model:
+        raise ModelError(
+            f"{section}.name_or_path: {type(model).__name__} does not name its backbone (base_model_prefix), without which it "
+            "cannot be trained."
+        )
+    return model
 
 
 def _held_in(config: Config, role: Role, device: torch.device, trainable: bool) -> torch.dtype:
@@ -110,7 +113,7 @@ def _adapt_shard_and_materialise(
     if group.rank == 0:
         log.info("%s (%s): %s", role, type(causal).__name__, report)
     module.to_empty(device=device)
-    _restore_buffers(causal)
+    restore_buffers(causal)
 
 
 def _ready(module, trainable: bool):  # noqa: ANN001, ANN202
@@ -118,23 +121,6 @@ def _ready(module, trainable: bool):  # noqa: ANN001, ANN202
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable and (not adapted or lora.is_adapter(name) or name.startswith("value_head.")))
     return module.eval()
-
-
-def _restore_buffers(causal: "PreTrainedModel") -> None:
-    """Compute what no checkpoint stores (rotary frequencies, embedding scales) as transformers' `from_pretrained` does.
-
-    A model class initialises such buffers in `_init_weights`, module by module; where that also touches weights they are
-    loaded afterwards. NaN marks what it leaves out.
-    """
-    buffers = dict(causal.named_non_persistent_buffers())
-    with torch.no_grad():
-        for buffer in buffers.values():
-            if buffer.is_floating_point():
-                buffer.fill_(torch.nan)
-        for name in {name.rpartition(".")[0] for name in buffers}:
-            causal._init_weights(causal.get_submodule(name))
-    if left := [name for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.isnan().any()]:
-        raise ModelError(f"{type(causal).__name__} does not say how to compute its buffers {', '.join(left[:10])}.")
 
 
 def _load(tensors: dict[str, torch.Tensor], base_dir: Path, superfluous: set[str], group: Group) -> None:

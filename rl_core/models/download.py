@@ -11,7 +11,7 @@ from rl_core.home import home, writable
 from rl_core.locks import locked
 
 
-def fetch(url: str, patterns: tuple[str, ...]) -> Path:
+def fetch(url: str, patterns: tuple[str, ...], section: str = "model") -> Path:
     """The local copy of a file, or of those files of a directory that match; what is local already is used where it is.
 
     The copy's directory is named after the URL and what the file system says of the content (an entity tag, a zip's
@@ -20,6 +20,8 @@ def fetch(url: str, patterns: tuple[str, ...]) -> Path:
     Args:
         url: of any fsspec file system, chained ones included (`zip://inner::file://outer`). A leading `simplecache::`
             says what is done anyway; `file://` paths may be relative to the working directory.
+        patterns: of the files that are wanted of a directory.
+        section: of the configuration, for messages.
 
     Raises:
         ModelError: there is nothing at the URL, or it cannot be reached.
@@ -35,7 +37,7 @@ def fetch(url: str, patterns: tuple[str, ...]) -> Path:
             return Path(path)
         names = [path] if files_of.isfile(path) else _matching(files_of.find(path), path, patterns)
         if not names:
-            raise ModelError(f"model.name_or_path: there is nothing at {url}.")
+            raise ModelError(f"{section}.name_or_path: there is nothing at {url}.")
         stamps = [str(files_of.info(name)) for name in names]  # an archive's `ukey` differs each time
         folder = home() / "downloads" / hashlib.sha256("\n".join([plain, *stamps]).encode()).hexdigest()[:16]
         copy = folder / path.rstrip("/").rpartition("/")[2]
@@ -53,9 +55,9 @@ def fetch(url: str, patterns: tuple[str, ...]) -> Path:
                 os.rename(partial, folder)
         return copy
     except ImportError as error:
-        raise ModelError(f"model.name_or_path: {url} needs a package that is not installed ({error}).") from error
+        raise ModelError(f"{section}.name_or_path: {url} needs a package that is not installed ({error}).") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.name_or_path: {url} cannot be read ({type(error).__name__}: {error}).") from error
+        raise ModelError(f"{section}.name_or_path: {url} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def _matching(found: list[str], root: str, patterns: tuple[str, ...]) -> list[str]:

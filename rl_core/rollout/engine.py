@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_core.config.model import PretrainedModel
 from rl_core.errors import ConfigError
+from rl_core.models.auto import load_config, model_of
+from rl_core.models.buffers import restore_buffers
 from rl_core.rollout.batch import PAD_ID, RolloutBatch
 from rl_core.rollout.sampling import sample
 
@@ -42,19 +45,32 @@ class RolloutEngine:
         synced: whether it has been given weights.
     """
 
-    def __init__(self, base_dir: Path, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Build the module described by `base_dir`/config.json, with room for its weights but without reading any."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
+    def __init__(
+        self, base_dir: Path, dtype: torch.dtype, device: torch.device | str, settings: PretrainedModel | None = None
+    ) -> None:
+        """Build the module described by `base_dir`/config.json, with room for its weights but without reading any.
 
+        Args:
+            settings: whether code of the model's own may run, and the attention; None: no such code, sdpa.
+
+        Raises:
+            ModelError: see `rl_core.models.auto`.
+        """
+        settings = settings or PretrainedModel(name_or_path=str(base_dir))
+        trusted = settings.trust_remote_code
         self.device = torch.device(device)
-        self.config = AutoConfig.from_pretrained(base_dir)
-        with no_init_weights(), self.device:
-            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        model.tie_weights()  # skipped together with the initialisation
+        self.config = load_config(base_dir, trusted)
+        with torch.device("meta"):
+            model = model_of(self.config, dtype, attention=settings.attn_implementation, trusted=trusted)
+        model.to_empty(device=self.device)
+        restore_buffers(model)
+        model.tie_weights()
         self.model: nn.Module = model.eval().requires_grad_(False)
+        taken = signature(model.forward).parameters
         # transformers 5.24 renamed `past_key_values`; older releases and models with code of their own know only the old name.
-        self._cache_argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        self._cache_argument = "cache" if "cache" in taken else "past_key_values"
+        # Models with code of their own may give the logits of all positions only.
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self.synced = False
 
     def generate(
@@ -144,8 +160,8 @@ class RolloutEngine:
                 attention_mask=attended[:, :seen],
                 position_ids=places[:, seen - ids.shape[1] : seen],
                 use_cache=True,
-                logits_to_keep=1,
                 **{self._cache_argument: cache},
+                **self._last_only,
             ).logits[:, -1]
             token, logprob = sample(
                 logits,

@@ -3,14 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+from rl_core.models.auto import load_config
 from rl_core.rollout.engine import stop_ids
 
 
-def stop_ids_of(directory: Path, tokenizer: Any) -> set[int]:
-    """The end tokens of a model directory: of its tokenizer, its config.json and its generation_config.json."""
-    from transformers import AutoConfig, GenerationConfig
+def stop_ids_of(directory: Path, tokenizer: Any, trusted: bool = False) -> set[int]:
+    """The end tokens of a model directory: of its tokenizer, its config.json and its generation_config.json.
 
-    configs = [AutoConfig.from_pretrained(directory)]
+    Args:
+        trusted: `trust_remote_code`.
+    """
+    from transformers import GenerationConfig
+
+    configs: list[Any] = [load_config(directory, trusted)]
     if (directory / "generation_config.json").exists():
         configs.append(GenerationConfig.from_pretrained(directory))
     return stop_ids(tokenizer, *configs)

@@ -1,4 +1,5 @@
-"""Hugging Face → base artifact → sharded model → checkpoint → Hugging Face: the logits stay equal on the whole way."""
+"""Hugging Face → base artifact: what is written, in which pieces, and what is refused. (The whole way and back, for each family:
+tests/rl_core/models/test_families.py.)"""
 
 import json
 import shutil
@@ -9,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.checkpoint.convert import convert
-from rl_core.checkpoint.dcp import save_tensors, stored_tensors
+from rl_core.checkpoint.dcp import stored_tensors
 from rl_core.checkpoint.export import export_policy
 from rl_core.errors import ModelError
 from rl_core.models.source import ModelSource, load_tokenizer, load_tokenizer_dir
-from tests.ranks import run_ranks
-from tests.rl_core.models.cases import config, family, ragged
+from tests.rl_core.models.cases import family, ragged
 from tests.tiny import tiny_tokenizer
 
 KINDS = ["llama-tied", "llama-untied", "gpt2"]
@@ -44,57 +44,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
         source = tiny_tokenizer(family(root / kind, kind))
         made[kind] = (source, converted(source, root / f"{kind}-base"))
     return made
-
-
-def train_a_little(rank: int, bases: list[Path], checkpoint: Path) -> list[torch.Tensor]:
-    """Two ranks: scores from the artifacts; then every parameter of each doubled, and stored as a checkpoint."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from rl_core.models.build import build_policy
-    from rl_core.models.tensors import model_tensors
-
-    scores = []
-    for base in bases:
-        policy = build_policy(base, config(), torch.device("cpu"), init_device_mesh("cpu", (2,)), trainable=True)
-        with torch.no_grad():
-            scores.append(policy(*ragged(), 1.0, False)[0])
-            tensors = model_tensors(policy)
-            for tensor in tensors.values():
-                tensor.mul_(2)
-        stored = {f"actor.{name}": tensor for name, tensor in tensors.items()}
-        save_tensors(stored | {"critic.value_head.bias": torch.zeros(1)}, checkpoint / base.name)
-    return scores
-
-
-def test_round_trip(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    scores = run_ranks(train_a_little, 2, [base for _, base in models.values()], tmp_path)[0]
-    ids, prompt, response, _ = ragged()
-    for (source, base), score in zip(models.values(), scores, strict=True):
-        # What the sharded model gives is what the original gives.
-        distribution = logits(source).double().log_softmax(-1)
-        for row in range(len(ids)):
-            for column in range(int(response[row])):
-                at = int(prompt[row]) + column
-                torch.testing.assert_close(
-                    score[row, column].double(), distribution[row, at - 1, ids[row, at]], rtol=0, atol=2e-5
-                )
-
-        # The untouched artifact exported is the original, bit by bit.
-        export_policy(base / "weights", "", base, tmp_path / base.name / "same")
-        assert torch.equal(logits(tmp_path / base.name / "same"), logits(source))
-
-        # The checkpoint exported is the original with every parameter doubled.
-        export_policy(tmp_path / base.name, "actor.", base, tmp_path / base.name / "policy")
-        doubled = AutoModelForCausalLM.from_pretrained(source)
-        with torch.no_grad():
-            for parameter in doubled.parameters():
-                parameter.mul_(2)
-            assert torch.equal(logits(tmp_path / base.name / "policy"), doubled.eval()(ids).logits)
-        tokenizer = load_tokenizer_dir(tmp_path / base.name / "policy")
-        assert tokenizer.chat_template == load_tokenizer(ModelSource(source)).chat_template
-        assert tokenizer("1+1=").input_ids == load_tokenizer(ModelSource(source))("1+1=").input_ids
 
 
 def test_the_artifact(models: dict[str, tuple[Path, Path]]) -> None:
@@ -131,6 +80,20 @@ def test_large_tensors_go_in_pieces_and_keep_their_type(tmp_path: Path, monkeypa
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == weights.keys()
+
+
+def test_names_that_transformers_translates_keep_their_type(tmp_path: Path) -> None:
+    """DeepSeek's files hold each expert by itself, the model all of a layer in one tensor."""
+    source = tiny_tokenizer(family(tmp_path / "m", "deepseek-v2"))
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    stats = convert(ModelSource(source), load_tokenizer(ModelSource(source)), tmp_path / "base")
+    assert stats["parameters"] == sum(tensor.numel() for tensor in stored.values())
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" in stored
+    experts = stored_tensors(tmp_path / "base/weights")["model.layers.1.mlp.experts.gate_up_proj"]
+    assert (experts.size, experts.properties.dtype) == ((4, 32, 32), torch.bfloat16)
 
 
 def test_names_without_the_backbone_prefix(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""What transformers' reading of GGUF files lacks."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within, a file's metadata is parsed once (seconds for a vocabulary), however often transformers opens the file."""
+    try:
+        import gguf
+    except ImportError:  # where it is needed, transformers says so
+        yield
+        return
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
+
+
+def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", path: Path) -> None:
+    """As the file has them: transformers 5.17 takes Llama's bos for its eos, so that no response would ever end."""
+    import gguf
+
+    fields = gguf.GGUFReader(str(path)).fields
+    for role, name in {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}.items():
+        field = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if field is not None:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.contents())))
