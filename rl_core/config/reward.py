@@ -23,14 +23,18 @@ class FunctionReward(Section):
 
     kind: Literal["function"]
     path: Runtime[str]
-    """The Python file. Its content, not its path, enters the keys."""
+    """The Python file. It may import what lies beside it. The content of all of it, not its path, enters the keys."""
     name: str = "compute_score"
     """The function in it."""
 
 
 class ModelReward(PretrainedModel, RoleConfig):
-    """A reward model: a sequence classifier with one output, or a causal language model, which gets a scalar head of random
-    values (only good for trials; that is said). Its score of prompt and response is the reward."""
+    """A reward model: what it says of prompt and response at their last token is the reward.
+
+    A sequence classifier with one output (`num_labels: 1`, head `score`), or a causal language model, which gets a head of random
+    values (only good for trials; that is said). It has its own tokenizer: where that shares the policy's vocabulary the ids are
+    used as they are, else the text is encoded anew.
+    """
 
     kind: Literal["model"]
 

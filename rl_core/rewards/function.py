@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import FunctionReward
-from rl_core.digests import digest_file, digest_json
+from rl_core.digests import digest_file, digest_files, digest_json
 from rl_core.errors import RewardError
+from rl_core.rewards.imports import local_imports
 
 if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
     from rl_core.data.prompts import Prompt
@@ -71,8 +72,19 @@ class UserFunction:
 
 
 def fingerprint(config: FunctionReward) -> dict[str, Any]:
-    """Name of the function and digest of its file."""
-    return {"kind": "function", "name": config.name, "sha256": digest_file(_file(config))}
+    """Name of the function, digests of its file and of what that imports from its own directory. Runs nothing of it.
+
+    Raises:
+        RewardError: no such file, or one that is no Python.
+    """
+    path = _file(config)
+    folder, imports = path.resolve().parent, digest_files(local_imports(path))
+    return {
+        "kind": "function",
+        "name": config.name,
+        "sha256": digest_file(path),
+        "imports": {str(file.relative_to(folder)): digest for file, digest in imports.items()},
+    }
 
 
 def _file(config: FunctionReward) -> Path:
@@ -89,10 +101,17 @@ def _load(config: FunctionReward) -> Callable[..., Any]:
         raise RewardError(f"reward.path = {config.path} is no Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, typing and pickle look a class's module up there
+    # While it is imported, its own directory comes first, as for a script; later imports inside functions find it last, so that
+    # a file there cannot take the place of a library.
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise RewardError(f"reward.path = {config.path} cannot be imported: {type(error).__name__}: {error}.") from error
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
     function = getattr(module, config.name, None)
     if not callable(function):
         known = [

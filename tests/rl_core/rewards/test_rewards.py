@@ -2,15 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rl_core.config.reward import FunctionReward, ReasoningGymReward
+from rl_core.config.reward import FunctionReward, ModelReward, ReasoningGymReward
 from rl_core.data import values
 from rl_core.data.generate import create, row
 from rl_core.data.prompts import Prompt
-from rl_core.errors import RewardError
+from rl_core.errors import ModelError, RewardError
 from rl_core.rewards import build_reward, probe, reward_fingerprint
 from rl_core.rewards.reasoning_gym import EXTRACT
 
@@ -183,6 +185,87 @@ def test_the_original_exception_is_chained(tmp_path):
     with pytest.raises(RewardError) as caught:
         reward([prompt()], ["2"])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_function_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    """At import and when called, whatever the working directory; a library's name is not taken from the library."""
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "units.py").write_text("ONE = 1.0")
+    (tmp_path / "ten_of_mine.py").write_text("TEN = 10.0")
+    (tmp_path / "colorsys.py").write_text("ONE = 'not the library'")
+    code = "from near.units import ONE\n" + SIGNATURE + "    from ten_of_mine import TEN\n    return ONE + TEN"
+    reward = build_reward(function(tmp_path, code))
+    assert reward([prompt()], [""]) == [11.0]
+    import colorsys
+
+    assert not hasattr(colorsys, "ONE")
+
+
+def test_a_change_of_what_it_imports_is_another_reward(tmp_path):
+    (tmp_path / "package").mkdir()
+    files = ["package/__init__.py", "package/inner.py", "package/sibling.py", "helper.py", "lazy.py"]
+    for name in [*files, "unused.py", "rl_core.py"]:
+        (tmp_path / name).write_text("")
+    (tmp_path / "helper.py").write_text("import package.inner, json")
+    (tmp_path / "package" / "inner.py").write_text("from . import sibling")
+    (tmp_path / "data").mkdir()
+    config = function(tmp_path, "import data, torch, rl_core.errors, helper\n" + SIGNATURE + "    import lazy; return 1")
+    assert sorted(reward_fingerprint(config)["imports"]) == sorted(files)
+    for name in files:
+        before = reward_fingerprint(config)
+        with (tmp_path / name).open("a") as file:
+            file.write("\n# another")
+        assert reward_fingerprint(config) != before
+    before = reward_fingerprint(config)
+    (tmp_path / "unused.py").write_text("# another")
+    assert reward_fingerprint(config) == before
+    (tmp_path / "helper.py").write_text("def (")
+    with pytest.raises(RewardError, match=r"reward.path: .*helper.py cannot be imported: SyntaxError"):
+        reward_fingerprint(config)
+
+
+def reward_model(directory: Path) -> ModelReward:
+    """Its files without their meaning: a fingerprint looks at bytes only."""
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_text(f"content of {name}")
+    return ModelReward(kind="model", name_or_path=str(directory))
+
+
+def test_a_reward_model_is_what_its_files_are(tmp_path):
+    config = reward_model(tmp_path / "one")
+    assert build_reward(config) is None
+    first = reward_fingerprint(config)
+    assert reward_fingerprint(reward_model(tmp_path / "two")) == first
+    for name in first["files"]:
+        Path(config.name_or_path, name).write_text("other content")
+        second = reward_fingerprint(config)
+        assert second != first
+        first = second
+    assert len(first["files"]) == 4
+    assert reward_fingerprint(config.model_copy(update={"torch_dtype": "bfloat16"})) != first
+    assert reward_fingerprint(config.model_copy(update={"trust_remote_code": True})) != first
+    assert reward_fingerprint(config.model_copy(update={"attn_implementation": "eager"})) == first
+
+
+def test_keys_are_computed_without_torch(tmp_path):
+    config = reward_model(tmp_path / "one")
+    code = (
+        "import sys; from rl_core.rewards import reward_fingerprint; from rl_core.config.reward import ModelReward\n"
+        f"reward_fingerprint(ModelReward(kind='model', name_or_path={config.name_or_path!r}))\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_reward_models_that_are_none(tmp_path):
+    with pytest.raises(ModelError, match=r"reward.name_or_path: .* does not exist"):
+        reward_fingerprint(ModelReward(kind="model", name_or_path=str(tmp_path / "none")))
+    (tmp_path / "x.gguf").write_text("")
+    with pytest.raises(ModelError, match=r"reward.name_or_path: .* GGUF"):
+        reward_fingerprint(ModelReward(kind="model", name_or_path=str(tmp_path / "x.gguf")))
 
 
 def test_missing_file(tmp_path):
