@@ -95,7 +95,7 @@ class Settings:
 
     def _set(self, place: Place, setting: Setting) -> None:
         old = self._all.get(place)
-        if old is not None and old.layer == setting.layer and old.value != setting.value:
+        if old is not None and old.layer == setting.layer and old.written != setting.written and old.value != setting.value:
             raise ConfigError(
                 f"{setting.origin} {old} and {setting} contradict each other: both set {_dotted(place)}; leave one out."
             )

@@ -107,6 +107,8 @@ def test_an_override_with_another_kind_replaces_the_section():
     config = parse_config(SMALL, ["data.source={kind: hub, name: openai/gsm8k}", "reward.kind=model", "reward.name_or_path=r"])
     assert (config.data.source.kind, config.data.source.name) == ("hub", "openai/gsm8k")
     assert (config.reward.kind, config.reward.name_or_path) == ("model", "r")
+    later = parse_config(SMALL, ["data.source={kind: hub, name: openai/gsm8k}", "data.source.name=other/one"])
+    assert later.data.source.name == "other/one"
     same = parse_config(SMALL, ["data.source={kind: files, format: csv}"])
     assert (same.data.source.path, same.data.source.format) == ("prompts.jsonl", "csv")
 
