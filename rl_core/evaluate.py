@@ -6,10 +6,12 @@
 MODEL is a converted base model or a policy in Hugging Face form. Writes OUT/result.json and OUT/samples.jsonl.
 """
 
-# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports
+# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports, and old libraries make these fail
+from rl_core.entry import require_libraries, run_program
 from rl_core.process import die_with_parent
 
 die_with_parent()
+require_libraries()
 
 import argparse
 import json
@@ -27,7 +29,6 @@ from rl_core.config.roles import MappingConfig
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
 from rl_core.distributed import World, joined, seed_global_generators, set_timeouts
-from rl_core.entry import run_program
 from rl_core.groups import Group, make_groups
 from rl_core.models.build import build_policy
 from rl_core.models.dtypes import usable_dtype

@@ -29,10 +29,10 @@ class Timer:
         start = time.perf_counter()
         with stall.phase(phase, self._step):
             yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        else:
-            memory.give_back()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            else:
+                memory.give_back()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:

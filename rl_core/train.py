@@ -6,10 +6,12 @@ does the whole training by itself: tokenizes, converts, trains, exports. With `-
 are made already (so `ppoflow run` calls it). Run again, it goes on from the last committed checkpoint under RUN.
 """
 
-# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports
+# ruff: noqa: E402 – a rank must be bound to its parent before it spends seconds on imports, and old libraries make these fail
+from rl_core.entry import require_libraries, run_program
 from rl_core.process import die_with_parent
 
 die_with_parent()
+require_libraries()
 
 import argparse
 import shutil
@@ -33,7 +35,6 @@ from rl_core.data.sources import source_fingerprint
 from rl_core.data.tokenize import tokenize
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined, set_timeouts
-from rl_core.entry import run_program
 from rl_core.errors import BrokenArtifact, ConfigError, StoreError
 from rl_core.groups import Group, make_groups, roles_of
 from rl_core.identity import training_identity

@@ -1,10 +1,16 @@
 """How a rank's program ends, seen from outside: exit code and last line."""
 
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from rl_core.entry import NEEDED, check_libraries
+from rl_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -27,6 +33,7 @@ def ends(body: str) -> "subprocess.CompletedProcess[str]":
     [
         ("print('well')", 0, "well\n"),
         ("raise errors.RewardError('It raises\\n  E: a\\tb\\n\\nc.')", 2, "ppoflow: error: It raises E: a b c.\n"),
+        ("raise errors.LaunchError('Rank 1 is missing.')", 2, "ppoflow: error: Rank 1 is missing.\n"),
         ("raise errors.Interrupted('Stopped after\\nstep 3.')", 75, "ppoflow: Stopped after step 3.\n"),
     ],
 )  # fmt: skip
@@ -40,6 +47,14 @@ def test_a_crash_has_its_traceback(body):
     ended = ends(body)
     assert ended.returncode == 1
     assert "Traceback" in ended.stderr
+    assert re.fullmatch(r"ppoflow: rank 0 ended by (ValueError|BrokenArtifact)\.\n", ended.stdout)
+
+
+def test_an_abort_by_a_library_shows_where_the_program_was():
+    """As NCCL's watchdog does it."""
+    ended = ends("os.abort()")
+    assert ended.returncode == -6
+    assert " in main\n" in ended.stderr
 
 
 def test_the_line_is_one_write_however_many_ranks_speak(tmp_path):
@@ -56,3 +71,46 @@ def test_the_line_is_one_write_however_many_ranks_speak(tmp_path):
     raise errors.DataError("one two")
     """
     assert ends(body.strip()).stderr == "<ppoflow: error: one two\n>"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"torch": "2.11.0+cu130", "transformers": "5.17.0"},
+        {"torch": "2.13.0a0+gitdeadbeef", "transformers": "5.24.0.dev0"},
+        {"torch": "3.0", "transformers": "10.0.0"},
+    ],
+)
+def test_libraries_that_are_new_enough(found):
+    check_libraries(found)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"torch": "2.9.1+cpu", "transformers": "5.24.0"}, "^torch 2.9.1+cpu is installed in"),
+        ({"torch": "2.13.0", "transformers": "4.57.1"}, "^transformers 4.57.1 is installed in"),
+        ({"torch": "2.3.1", "transformers": None}, "^torch 2.3.1 is installed and transformers is not installed in"),
+    ],
+)
+def test_libraries_that_are_too_old(found, said):
+    with pytest.raises(ConfigError, match=said.replace("+", r"\+") + ".*but ppoflow needs torch >= 2.11, transformers >= 5.17"):
+        check_libraries(found)
+
+
+def test_pip_is_told_the_same():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{name}>={major}.{minor}" for name, (major, minor) in NEEDED.items()} <= set(dependencies)
+
+
+@pytest.mark.parametrize("module", ["rl_core.train", "rl_core.evaluate"])
+def test_an_old_library_is_named_before_it_is_imported(tmp_path, module):
+    """The first version that the path has is the installed one for pip and Python."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('imported')")
+    (tmp_path / "torch-2.3.1.dist-info").mkdir()
+    (tmp_path / "torch-2.3.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.3.1\n")
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    ended = subprocess.run([sys.executable, "-m", module], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert ended.stdout.startswith("ppoflow: error: torch 2.3.1 is installed in")

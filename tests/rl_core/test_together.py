@@ -24,9 +24,26 @@ def test_an_error_for_users_is_the_same_on_all_ranks():
     assert run_ranks(fail_on_one, 2, RewardError("mend it")) == [("RewardError", "mend it")] * 2
 
 
-def test_a_crash_stays_one_and_names_its_rank():
-    assert run_ranks(fail_on_one, 2, ValueError("odd")) == [
-        (PpoflowError.__name__, "rank 1 failed (ValueError: odd)."),
+def fail_in_a_group(rank: int) -> tuple[str, str]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return "", together(lambda: "fine", dist.new_group([0], use_local_synchronization=True))
+
+    def action() -> None:
+        if rank == 2:
+            raise ValueError("odd")
+
+    try:
+        together(action, group)
+    except (PpoflowError, ValueError) as raised:
+        return type(raised).__name__, str(raised)
+    raise AssertionError
+
+
+def test_a_crash_stays_one_and_names_its_rank_whatever_its_place_in_the_group():
+    assert run_ranks(fail_in_a_group, 3) == [
+        ("", "fine"),
+        (PpoflowError.__name__, "rank 2 failed (ValueError: odd)."),
         ("ValueError", "odd"),
     ]
 
