@@ -90,7 +90,8 @@ def print_report(report: dict[str, Any]) -> None:
     artifacts = {row["name"]: row["artifact"] for row in report["stages"]}
     console.print(f"policy: {artifacts['train_policy']}")
     console.print(f"learning curve: {artifacts['evaluate_policy']}/learning_curve.png")
-    console.print(f"to serve it: MLFLOW_TRACKING_URI={os.environ['MLFLOW_TRACKING_URI']} and models:/{registered['name']}@champion")
+    tracking = os.environ["MLFLOW_TRACKING_URI"]
+    console.print(f"to serve it: MLFLOW_TRACKING_URI={tracking} and models:/{registered['name']}@champion")
 
 
 def _result_line(result: dict[str, Any]) -> str:
