@@ -86,7 +86,6 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     else:
         join()
     store.set_timeout(timeout)
-    set_timeouts(launch.dist_timeout_s)
     stall.enter("start")
     yield World(rank, size, device)
     dist.destroy_process_group()

@@ -28,14 +28,15 @@ class Nodes:
 
     def connect(self) -> None:
         """Skips the test where namespaces may not be made."""
-        if shutil.which("ip") is None or os.geteuid() != 0:
-            pytest.skip("network namespaces need root and iproute2")
-        for name in self.names:
-            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        first, second = self.names
-        self._ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+            pytest.skip("network namespaces need root, iproute2 and util-linux")
+        try:
+            for name in self.names:
+                self._ip("netns", "add", name)
+            first, second = self.names
+            self._ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
         for name, address in self.addresses.items():
             self._ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             for device in ("lo", "cable"):
