@@ -13,6 +13,7 @@ from rl_core.checkpoint.dcp import load_safetensors
 from rl_core.errors import ModelError
 from rl_core.groups import Group
 from rl_core.models.auto import loading
+from rl_core.models.local import local
 from rl_core.models.source import ModelSource
 from rl_core.together import together
 
@@ -45,13 +46,13 @@ def load(tensors: dict[str, Tensor], source: ModelSource, model: "PreTrainedMode
     values = together(lambda: _through_transformers(tensors, source, kind) if group.rank == 0 else {}, group.process_group)
     for name, tensor in tensors.items():
         whole = values[name] if group.rank == 0 else torch.empty(tensor.shape)
-        _copy(tensor, whole.to(tensor.device, tensor.dtype), group)
+        _copy(tensor, whole.to(tensor.dtype), group)
 
 
 def fill_at_random(weight: Tensor) -> None:
     """N(0, 1 / (inputs + 1)) as in Stiennon et al. 2020 (arXiv:2009.01325), the same on any number of ranks."""
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(HEAD_SEED)) / math.sqrt(weight.shape[-1] + 1)
-    _copy(weight, values.to(weight.device, weight.dtype), None)
+    _copy(weight, values.to(weight.dtype), None)
 
 
 def _copy(tensor: Tensor, whole: Tensor, group: Group | None) -> None:
@@ -59,9 +60,11 @@ def _copy(tensor: Tensor, whole: Tensor, group: Group | None) -> None:
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             from_rank = None if group is None else 0
-            tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=from_rank))
+            part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=from_rank)
+            local(tensor).copy_(local(part))  # which is in host memory with offload_policy
             return
         if group is not None:
+            whole = whole.to(group.mesh.device_type)
             dist.broadcast(whole, group.ranks[0], group=group.process_group)
         tensor.copy_(whole)
 

@@ -16,9 +16,9 @@ class RewardTokens:
 
     Where each token of the policy's vocabulary has the same id in the reward model's, the ids are used as they are, special
     tokens included. Else prompt and response are decoded together without special tokens and encoded again, with the special
-    tokens that the reward model's tokenizer puts around any text, and its end token behind a response that ended. The chat
-    template of the reward model's tokenizer is not applied: of a prompt only the ids are known, not the messages, so a role's
-    name stands in the text as the policy's template wrote it.
+    tokens that the reward model's tokenizer puts around any text, and its end token behind a response that ends in a special
+    one. The chat template of the reward model's tokenizer is not applied: of a prompt only the ids are known, not the messages,
+    so a role's name stands in the text as the policy's template wrote it.
 
     Args:
         policy: tokenizer of the ids that come in.
