@@ -158,7 +158,8 @@ def _coded(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     blocks = functional.pad(values if signed else values.sqrt(), (0, -width % BLOCK)).view(count, -1, BLOCK)
     scales = blocks.abs().amax(-1)
     levels = _levels(signed, values.device)
-    codes = torch.bucketize(blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None], (levels[1:] + levels[:-1]) / 2)
+    shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2, out_int32=True)
     return codes.view(count, -1)[:, :width].to(torch.uint8), scales
 
 
