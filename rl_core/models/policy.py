@@ -12,35 +12,49 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from rl_core.models.ulysses import last_hidden_states, sum_over_ranks
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rl_core.groups import Group
 
 CHUNK_ELEMENTS = 2**26
 """Logits of one chunk: 256 MiB in float32."""
 
 
-def response_positions(prompt_length: Tensor, response_length: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def response_positions(
+    prompt_length: Tensor, response_length: Tensor, width: int, here: range | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where the states stand in which response tokens were chosen.
 
     Args:
         prompt_length: [B], at least 1.
         response_length: [B], 0 to `width`.
+        here: only states at these positions count; None: all.
 
     Returns:
         rows [N], columns [N] (index in the response) and positions [N] (of the token *before* the response token, in the
         sequence) of all N response tokens, row by row.
     """
     columns = torch.arange(width, device=response_length.device)
-    rows, columns = (columns < response_length[:, None]).nonzero(as_tuple=True)
+    wanted = columns < response_length[:, None]
+    if here is not None:
+        positions = prompt_length[:, None] + columns - 1
+        wanted &= (positions >= here.start) & (positions < here.stop)
+    rows, columns = wanted.nonzero(as_tuple=True)
     return rows, columns, prompt_length[rows] + columns - 1
 
 
 class PolicyModel(nn.Module):
     """Wraps a transformers causal language model (`.model`)."""
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", group: "Group | None" = None) -> None:
+        """With a sequence group in `group`, `model` must have been prepared by `ulysses.enable`; each forward is then a
+        collective over that group with equal arguments, and gives all of it the same result."""
         super().__init__()
         self.model = model
+        self._sequence_group = None if group is None else group.sequence_group
         settings = model.config.get_text_config()
         # The scalings that transformers' heads apply to logits: Gemma's cap, Cohere's factor, Granite's divisor.
         self.cap: float | None = getattr(settings, "final_logit_softcapping", None)
@@ -63,9 +77,9 @@ class PolicyModel(nn.Module):
             Log-probabilities of the response tokens [B, R] float32 in nats, and the entropy of the distributions that they
             were drawn from [B, R] (None unless asked for); zero beyond a row's length.
         """
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        rows, columns, positions = response_positions(prompt_length, response_length, width)
-        states, targets = hidden[rows, positions], input_ids[rows, positions + 1]
+        hidden, here = last_hidden_states(self.model.base_model, input_ids, self._sequence_group)
+        rows, columns, positions = response_positions(prompt_length, response_length, width, here)
+        states, targets = hidden[rows, positions - here.start if here else positions], input_ids[rows, positions + 1]
         head = self.model.get_output_embeddings()
         size = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
         scores = [
@@ -75,9 +89,11 @@ class PolicyModel(nn.Module):
         blank = torch.zeros(len(input_ids), width, device=input_ids.device)
         # index_put keeps the graph even without any response token: every rank has a backward.
         logprobs = blank.index_put((rows, columns), torch.cat([logprob for logprob, _ in scores]))
+        logprobs = sum_over_ranks(logprobs, self._sequence_group)
         if not entropy:
             return logprobs, None
-        return logprobs, blank.index_put((rows, columns), torch.cat([value for _, value in scores]))
+        entropies = blank.index_put((rows, columns), torch.cat([value for _, value in scores]))
+        return logprobs, sum_over_ranks(entropies, self._sequence_group)
 
     def _score(
         self, head: nn.Module, states: Tensor, targets: Tensor, temperature: float, entropy: bool

@@ -6,17 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.models.policy import response_positions
+from rl_core.models.ulysses import last_hidden_states, sum_over_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rl_core.groups import Group
 
 
 class ValueModel(nn.Module):
     """Wraps a transformers backbone (`.backbone`); `.value_head` starts at zero and computes in float32."""
 
-    def __init__(self, backbone: "PreTrainedModel") -> None:
+    def __init__(self, backbone: "PreTrainedModel", group: "Group | None" = None) -> None:
+        """`group` as for `PolicyModel`."""
         super().__init__()
         self.backbone = backbone
+        self._sequence_group = None if group is None else group.sequence_group
         hidden_size = backbone.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device="meta")
 
@@ -32,7 +37,9 @@ class ValueModel(nn.Module):
         Returns:
             [B, R] float32; zero beyond a row's length.
         """
-        hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-        rows, columns, positions = response_positions(prompt_length, response_length, width)
-        values = self.value_head(hidden[rows, positions].float()).squeeze(-1)
-        return torch.zeros(len(input_ids), width, device=input_ids.device).index_put((rows, columns), values)
+        hidden, here = last_hidden_states(self.backbone, input_ids, self._sequence_group)
+        rows, columns, positions = response_positions(prompt_length, response_length, width, here)
+        states = hidden[rows, positions - here.start if here else positions]
+        values = self.value_head(states.float()).squeeze(-1)
+        blank = torch.zeros(len(input_ids), width, device=input_ids.device)
+        return sum_over_ranks(blank.index_put((rows, columns), values), self._sequence_group)
