@@ -87,7 +87,7 @@ def weights_on_a_rank(config: Config, parameters: int, ranks: int) -> float:
     for role in ("actor", "critic", "ref"):
         fsdp = config.fsdp_of(role)
         held = size[fsdp.master_dtype] if role != "ref" else size[config.dtype_of(role)]
-        full = role != "ref" and config.role(role).lora is None
+        full = role != "ref" and getattr(config, role).lora is None
         moments = 2 * size[fsdp.master_dtype] if full else 0
         waiting_now = (0 if fsdp.param_offload else held) + (0 if fsdp.optimizer_offload else moments)
         waiting += waiting_now
@@ -101,8 +101,8 @@ def weights_on_a_rank(config: Config, parameters: int, ranks: int) -> float:
     ("response", "score"),
     [
         ("3 + 4 = 7\n#### 7", 1.0), ("#### 7.00", 1.0), ("so it is $7.", 1.0), ("8 apples, then 7", 1.0),
-        ("7 apples, then 8", 0.0), ("#### 8, not 7", 0.0), ("first #### 8\nno: #### 7", 1.0), ("####", 0.0), ("none", 0.0), ("", 0.0),
-        ("#### -7", 0.0),
+        ("7 apples, then 8", 0.0), ("#### 8, not 7", 0.0), ("first #### 8\nno: #### 7", 1.0), ("####", 0.0),
+        ("none", 0.0), ("", 0.0), ("#### -7", 0.0),
     ],
 )  # fmt: skip
 def test_the_reward_of_gsm8k(response: str, score: float) -> None:
