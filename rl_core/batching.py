@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,13 +109,19 @@ class Experience:
     def select(self, rows: Tensor) -> "Experience":
         """The given rows, as narrow as they allow; without rows, one dummy row of no weight."""
         part = self.batch.select(rows) if len(rows) else self.batch.select(rows).pad_rows(1)
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "batch"}
         blank = torch.zeros(len(part), part.width, device=part.input_ids.device)
-        chosen = {
-            name: None if tensor is None else tensor[rows, : part.width] if len(rows) else blank
-            for name, tensor in tensors.items()
-        }
-        return Experience(batch=part, **chosen)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[rows, : part.width] if len(rows) else blank
+
+        return Experience(
+            batch=part,
+            logprobs=cut(self.logprobs),
+            ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
+            values=cut(self.values),
+            advantages=cut(self.advantages),
+            returns=cut(self.returns),
+        )
 
     def mini_batches(self, plan: BatchPlan) -> "Iterator[Experience]":
         """The mini-batches in the order of the samples, `ppo_epochs` times over."""

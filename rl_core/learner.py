@@ -42,6 +42,7 @@ class Learner(Role):
         if module is not None:
             self.optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad], settings)
         super().__init__(name, module, group, config, device, self.optimizer)
+        self._reshards = config.fsdp_of(name).reshard_after_forward
         self.skipped = self.scaled_steps = 0
         self.scale = FIRST_SCALE if usable_dtype(config, name, device) is torch.float16 else None
 
@@ -65,6 +66,7 @@ class Learner(Role):
             last: of the mini-batch; only then gradients are summed over the ranks.
         """
         self.module.set_requires_gradient_sync(last)
+        self.module.set_reshard_after_backward(last or self._reshards)  # else gathered once for all micro-batches
         (
             loss * (self.group.size * (self.scale or 1.0))
         ).backward()  # FSDP averages over ranks; the loss is a part of a global mean

@@ -89,10 +89,13 @@ def score_by_model(role: Role, batch: RolloutBatch, plan: BatchPlan) -> Tensor:
     """Rewards [B] of all responses by a reward model. Collective."""
     scores = torch.zeros(len(batch), device=batch.input_ids.device)
     if role.module is not None:
+        portions = plan.portions(batch, role.group.data_parallel, role.group.part)
+        parts = [portion(batch, rows) for rows in portions]
+        model = role.module
+        encoded = together(lambda: [model.encode(part.prompts, part.responses) for part in parts], role.group.process_group)
         with role.loaded():
-            for rows in plan.portions(batch, role.group.data_parallel, role.group.part):
-                part = portion(batch, rows)
-                scores[rows] = role.module(*role.module.encode(part.prompts, part.responses))[: len(rows)]
+            for rows, inputs_ in zip(portions, encoded, strict=True):
+                scores[rows] = model(*inputs_)[: len(rows)]
     return role.share(scores)
 
 

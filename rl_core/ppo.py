@@ -16,6 +16,7 @@ from rl_core.errors import Interrupted
 from rl_core.learner import Learner
 from rl_core.metrics import RunLog, StepStatistics, Timer, mean_and_deviation
 from rl_core.models.tensors import optimizer_tensors, trained_tensors
+from rl_core.optimizers import compress
 from rl_core.rewards import Reward
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
@@ -84,7 +85,7 @@ class Run:
         return {
             f"{learner.name}{kind}.{name}": tensor
             for learner in (self.actor, self.critic)
-            if learner.module is not None
+            if learner.optimizer is not None
             for kind, tensors in (
                 ("", trained_tensors(learner.module)),
                 ("_optimizer", optimizer_tensors(learner.module, learner.optimizer)),
@@ -103,14 +104,21 @@ class Run:
         }
         with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
             self.checkpoints.save(steps_done, self.tensors(), state, self.key)
+            self._compress()
 
     def restore(self, artifact: Any) -> None:
         """Go on from a committed checkpoint (a collective)."""
         with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
             state = self.checkpoints.load(artifact, self.tensors())
+            self._compress()
         self.first_step = state["step"]
         for learner in (self.actor, self.critic):
             learner.restore(state["learners"][learner.name])
+
+    def _compress(self) -> None:
+        for learner in (self.actor, self.critic):
+            if learner.optimizer is not None:
+                compress(learner.optimizer)
 
 
 def train(run: Run) -> None:

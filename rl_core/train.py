@@ -43,7 +43,7 @@ from rl_core.locks import locked
 from rl_core.metrics import RunLog
 from rl_core.models.build import build_critic, build_policy
 from rl_core.models.dtypes import usable_dtype
-from rl_core.models.reward_model import build_reward_model
+from rl_core.models.reward_model import build_reward_model, check_reward_model
 from rl_core.models.source import load_tokenizer, load_tokenizer_dir, model_fingerprint, resolve, tokenizer_fingerprint
 from rl_core.ppo import Run, train
 from rl_core.rewards import build_reward, probe
@@ -113,6 +113,8 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     if reward is not None:
         function = reward
         together(lambda: probe(function, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
+    else:
+        together(lambda: check_reward_model(config, world.device, tokenizer))
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
@@ -133,6 +135,8 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     actor, critic, reference, judge, engine = together(
         lambda: _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps)
     )
+    judged_by = judge or reward
+    assert judged_by is not None, "a function, or else a model"
     run = Run(
         config=config,
         world=world,
@@ -141,7 +145,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         eval_prompts=Prompts(dataset.path, "eval"),
         tokenizer=tokenizer,
         stop_ids=stop_ids_of(base.path, tokenizer),
-        reward=judge or reward,
+        reward=judged_by,
         actor=actor,
         critic=critic,
         reference=reference,
@@ -192,7 +196,10 @@ def export(run: Run, base: Artifact, output: Path) -> None:
             print(f"{error} It is exported again.", flush=True)
         shutil.rmtree(policy)
     scratch = fresh_scratch(policy)
-    export_policy(final.path / "tensors", "actor.", base.path, scratch)
+    export_policy(
+        final.path / "tensors", "actor.", base.path, scratch,
+        lora=run.config.actor.lora, trust_remote_code=run.config.model.trust_remote_code,
+    )  # fmt: skip
     commit(scratch, policy, kind="policy", key=final.digest, results={"step": run.total_steps})
     run.log.line(f"Policy of step {run.total_steps} exported to {policy}")
 

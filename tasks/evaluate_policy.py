@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rl_core.config import Config
+from rl_core.config.reward import ModelReward
 from rl_core.errors import ConfigError
 from tasks import report
 from tasks.caching import stage_task
@@ -55,6 +56,8 @@ def model_keys(
     settings = config.evaluation.identity() | {"max_new_tokens": config.eval_max_new_tokens}
     del settings["samples"]
     shared = {"evaluation": settings, "torch_dtype": config.dtype_of("actor")}
+    if isinstance(config.reward, ModelReward):
+        shared["reward"] = {"torch_dtype": config.dtype_of("reward"), "fsdp": config.fsdp_of("reward").identity()}
     inputs = {"dataset": dataset.digest, "reference": base.digest, "reward": reward_fingerprint(config.reward)}
     return {name: MODEL_STAGE.key(shared, inputs | {"model": digest}) for name, digest in models.items()}
 

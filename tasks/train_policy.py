@@ -21,7 +21,7 @@ from rl_core.home import writable
 from rl_core.locks import locked
 from tasks.caching import stage_task
 from tasks.devices import device_kind, rank_count
-from tasks.progress import Progress, following
+from tasks.progress import Listener, Progress, following
 from tasks.runs import Run, Segment
 from tasks.store import Key, Reference, Stage, find, flatten, library_versions, produce, reference_of
 from tasks.torchrun import TrainingCrashed, run_ranks
@@ -127,8 +127,10 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
     config_path.write_text(text, encoding="utf-8")
     done = run.committed_step()
     tracking = _tracking(config, run.key, done, fresh=run.replacing and not done)
-    followers = [tracking, Progress(run.steps)] if "mlflow" in config.trainer.logger else [Progress(run.steps)]
-    with following(run.directory / "metrics.jsonl", followers):
+    listeners: list[Listener] = [Progress(run.steps)]
+    if "mlflow" in config.trainer.logger:
+        listeners.append(tracking)
+    with following(run.directory / "metrics.jsonl", listeners):
         run_ranks(
             PROGRAM,
             [

@@ -7,6 +7,7 @@ Everything here selects with `torch.where`, never by multiplying: what stands at
 import torch
 from torch import Tensor
 
+
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` [B, R] where `mask` [B, R] is true, else 0; no gradient flows to the other places."""
     return torch.where(mask, values, values.new_zeros(()))

@@ -85,7 +85,7 @@ class FsdpConfig(Section):
     on the CPU (FSDP2's `CPUOffloadPolicy`). Implies `param_offload` and `optimizer_offload`."""
 
     activation_checkpointing: Runtime[bool] = False
-    """Recompute each unit's activations in the backward instead of keeping them."""
+    """Recompute each layer's activations in the backward instead of keeping them."""
 
     activation_cpu_offload: Runtime[bool] = False
     """Keep activations in host memory between forward and backward."""

@@ -49,7 +49,7 @@ class TrainedRoleConfig(RoleConfig):
     """Where a falling learning rate ends, as a share of `learning_rate`."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit` keeps the moments in 8 bits (needs the extra `8bit`, and a GPU)."""
+    """`adamw8bit` keeps the moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861): a quarter of their memory."""
 
     weight_decay: NonNegativeFloat = 0.0
     """Of AdamW."""

@@ -44,7 +44,7 @@ class Config(Section):
     def _reward_fits(self) -> "Config":
         if isinstance(self.reward, ReasoningGymReward) and not isinstance(self.data.source, ReasoningGymSource):
             raise ValueError(
-                "reward is missing: data.source is not reasoning_gym, so say what a response is worth (kind: function or model)"
+                "reward is missing: data.source is not reasoning_gym, so say what a response is worth (function or model)"
             )
         return self
 

@@ -44,7 +44,7 @@ class TrainerConfig(Section):
     """A token budget instead: a micro-batch takes as many responses as fit with their prompts, padding included, at least one.
     Then `per_device_train_batch_size` has no effect but on `gradient_accumulation_steps`."""
 
-    logger: Runtime[list[Logger]] = ["console", "mlflow"]
+    logger: Runtime[tuple[Logger, ...]] = ("console", "mlflow")
     """Where the progress of a step is shown: a line of the log, the MLflow run. `metrics.jsonl` is written in any case."""
 
 

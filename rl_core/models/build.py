@@ -6,7 +6,7 @@ own rows of each tensor.
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ from rl_core.models import lora, ulysses
 from rl_core.models.auto import load_config, model_of
 from rl_core.models.buffers import restore_buffers
 from rl_core.models.dtypes import usable_dtype
+from rl_core.models.offload import home_device
 from rl_core.models.policy import PolicyModel
-from rl_core.models.sharding import shard, unit_classes
+from rl_core.models.sharding import settle_buffers, shard, unit_classes
 from rl_core.models.tensors import model_tensors
 from rl_core.models.value import ValueModel
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def build_policy(
-    base_dir: Path, config: Config, role: Role, group: Group, device: torch.device, trainable: bool
-) -> PolicyModel:
+
+def build_policy(base_dir: Path, config: Config, role: Role, group: Group, device: torch.device, trainable: bool) -> PolicyModel:
     """The policy (actor or reference) with the weights of `base_dir`. Collective over the group.
 
     Args:
@@ -48,17 +49,17 @@ def build_policy(
     """
     causal = empty_model(base_dir, config.model, _held_in(config, role, device, trainable))
     module = PolicyModel(causal, group)
-    _adapt_shard_and_materialise(module, causal, config, role, group, device, trainable)
+    spread(module, causal, config, role, group, device, trainable)
     causal.tie_weights()
     _load(model_tensors(module), base_dir, set(causal.all_tied_weights_keys), group)
-    return _ready(module, trainable)
+    return finish(module, trainable)
 
 
 def build_critic(base_dir: Path, config: Config, group: Group, device: torch.device) -> ValueModel:
     """The critic: the backbone of `base_dir` and a value head of zeros. Collective; arguments as `build_policy`."""
     causal = empty_model(base_dir, config.model, _held_in(config, "critic", device, trainable=True))
     module = ValueModel(causal.base_model, group)  # type: ignore[arg-type]
-    _adapt_shard_and_materialise(module, causal, config, "critic", group, device, trainable=True)
+    spread(module, causal, config, "critic", group, device, trainable=True)
     tensors = model_tensors(module)
     with torch.no_grad():
         for name in [name for name in tensors if name.startswith("value_head.")]:
@@ -66,7 +67,7 @@ def build_critic(base_dir: Path, config: Config, group: Group, device: torch.dev
     prefix = f"{causal.base_model_prefix}."
     names = {name.replace("backbone.", prefix, 1): tensor for name, tensor in tensors.items()}
     _load(names, base_dir, {name for name in causal.state_dict() if not name.startswith(prefix)}, group)
-    return _ready(module, trainable=True)
+    return finish(module, trainable=True)
 
 
 def empty_model(
@@ -94,29 +95,33 @@ def empty_model(
 
 
 def _held_in(config: Config, role: Role, device: torch.device, trainable: bool) -> torch.dtype:
-    """The type of the parameters: master weights, or what a frozen model computes in."""
-    if trainable:
+    """The type of the parameters: master weights, or what a frozen model (adapters around it or not) computes in."""
+    own = config.role(role)
+    if trainable and not (isinstance(own, TrainedRoleConfig) and own.lora is not None):
         return getattr(torch, config.fsdp_of(role).master_dtype)
     return usable_dtype(config, role, device)
 
 
-def _adapt_shard_and_materialise(
+def spread(
     module: nn.Module, causal: "PreTrainedModel", config: Config, role: Role, group: Group, device: torch.device, trainable: bool
 ) -> None:
+    """Add adapters, share sequences, shard over the group's mesh, and give every tensor memory (no values but buffers yet)."""
     settings, own = config.fsdp_of(role), config.role(role)
     if trainable and isinstance(own, TrainedRoleConfig) and own.lora is not None:
-        lora.add_adapters(causal, own.lora)
+        lora.add_adapters(causal, own.lora, role)
     if group.sequence_group is not None:
         ulysses.enable(causal, group.sequence_group)
     classes = unit_classes(causal, settings.wrap_policy)
     report = shard(module, classes, settings, usable_dtype(config, role, device), group.mesh)
     if group.rank == 0:
         log.info("%s (%s): %s", role, type(causal).__name__, report)
-    module.to_empty(device=device)
+    module.to_empty(device=home_device(settings, device))
     restore_buffers(causal)
+    settle_buffers(module, settings, device)
 
 
-def _ready(module, trainable: bool):  # noqa: ANN001, ANN202
+def finish(module: Module, trainable: bool) -> Module:
+    """After the weights are loaded: adapters begin, what is trained needs gradients, all else is frozen."""
     adapted = lora.initialise(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable and (not adapted or lora.is_adapter(name) or name.startswith("value_head.")))

@@ -86,7 +86,7 @@ def build_reward_model(
     """
     source, kind, model, head, tokens = together(lambda: _read(config, device, policy_tokenizer), group.process_group)
     module = RewardModel(model.base_model, head, tokens, group, device)  # type: ignore[arg-type]
-    build._adapt_shard_and_materialise(module, model, config, "reward", group, device, trainable=False)
+    build.spread(module, model, config, "reward", group, device, trainable=False)
     prefix = f"{model.base_model_prefix}."
     tensors = {
         name.replace("backbone.", prefix, 1).replace("value_head.", "score.", 1): tensor
@@ -102,7 +102,7 @@ def build_reward_model(
                 source.directory,
             )
     reward_weights.load(tensors, source, model, kind, group)
-    return build._ready(module, trainable=False)
+    return build.finish(module, trainable=False)
 
 
 def check_reward_model(config: Config, device: torch.device, policy_tokenizer: "PreTrainedTokenizerBase") -> None:
