@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from rl_core.checkpoint.metadata import read_metadata
+from rl_core.checkpoint.readers import SafeReader, SafetensorsReader
 from rl_core.errors import BrokenArtifact, ModelError, StoreError
 from rl_core.together import together
 
@@ -90,7 +90,7 @@ def load_safetensors(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """`load_tensors` from the safetensors files of a Hugging Face directory, converting types; names as in the files."""
-    reader = HuggingFaceStorageReader(str(directory))
+    reader = SafetensorsReader(str(directory))
 
     def check() -> None:
         compare(tensors, _only_tensors(reader.read_metadata(), directory), directory, ignored=set(ignored), cast=True)
@@ -127,13 +127,6 @@ def compare(
         raise ModelError(
             f"{where}: its tensors are not those of the model ({said}). Use the configuration that they were made with."
         )
-
-
-class SafeReader(FileSystemReader):
-    """Reads `.metadata` without running anything."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
 
 
 class _Writer(FileSystemWriter):

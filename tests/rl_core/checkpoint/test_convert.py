@@ -4,6 +4,7 @@ tests/rl_core/models/test_families.py.)"""
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,8 +144,9 @@ def test_export_without_such_a_policy(models: dict[str, tuple[Path, Path]], tmp_
         export_policy(base / "weights", "actor.", base, tmp_path / "out")
 
 
-def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GGUF as llama.cpp writes it (rotary halves interleaved) gives the model that it was made from."""
+    import gguf
     from gguf import GGUFWriter
 
     source, _ = models["llama-untied"]
@@ -185,8 +187,20 @@ def test_gguf(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
 
-    gguf = ModelSource(tmp_path, "tiny.gguf")
-    stats = convert(gguf, load_tokenizer(gguf), tmp_path / "base")
+    parsed = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            parsed.append(args)
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    file = ModelSource(tmp_path, "tiny.gguf")
+    tokenizer = load_tokenizer(file)
+    assert len(parsed) == 1  # transformers would do it twice here and twice below, seconds each time
+    stats = convert(file, tokenizer, tmp_path / "base")
+    assert len(parsed) == 2
+    assert gguf.GGUFReader is Counted
     assert stats["architecture"] == "LlamaForCausalLM"
     export_policy(tmp_path / "base/weights", "", tmp_path / "base", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0, atol=1e-5)
