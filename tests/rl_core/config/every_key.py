@@ -177,6 +177,3 @@ ELSEWHERE = {
     "registry.gate.min_improvement": "tests/tasks/test_register_policy.py::test_the_gate_against_a_champion",
 }
 """Tests of their own, where a server, a hub or a database is needed."""
-
-PENDING = {f"{place}.mixed_precision.buffer_dtype" for place in ("fsdp", *(f"{section}.fsdp" for section in SECTIONS.values()))}
-"""Not shown yet: what reads them is being written."""

@@ -26,7 +26,6 @@ from tests.rl_core.config.every_key import (
     OF_FSDP,
     OF_TRAINING,
     ONE_VALUE,
-    PENDING,
     SECTIONS,
     Shown,
 )  # fmt: skip
@@ -94,9 +93,7 @@ def at(observation: Any, place: str) -> Any:
     return observation
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail(strict=True)) if name in PENDING else name for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_changing_a_key_changes_what_the_code_does(name: str) -> None:
     shown = CASES[name]
     changed = {plain(name).removesuffix(".kind"): shown.changed}
@@ -125,4 +122,3 @@ def test_no_key_is_left_out() -> None:
     keys = {name for name, _ in leaves()}
     assert set().union(*tables) == keys, "keys in no table, or tables with keys that do not exist"
     assert sum(map(len, tables)) == len(keys), "keys in two tables"
-    print("not shown yet:", ", ".join(sorted(PENDING)) or "none")
