@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -12,18 +12,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Within, a file's metadata is parsed once (seconds for a vocabulary), however often transformers opens the file."""
+    """Within, a file's metadata is parsed once (seconds for a vocabulary), however often transformers opens the file, and the
+    table of tensor names is made once, not for each module of the model."""
     try:
         import gguf
     except ImportError:  # where it is needed, transformers says so
         yield
         return
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = functools.cache(reader)  # type: ignore[assignment,misc]
+    made: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, make in made.items():
+        setattr(gguf, name, functools.cache(make))
     try:
         yield
     finally:
-        gguf.GGUFReader = reader  # type: ignore[misc]
+        for name, make in made.items():
+            setattr(gguf, name, make)
 
 
 def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", path: Path) -> None:
