@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from rl_core.errors import ConfigError, ModelError
-from rl_core.models.build import build_critic, build_policy, empty_model
-from rl_core.models.sharding import unit_classes
+from rl_core.checkpoint.convert import convert
+from rl_core.config import Config
+from rl_core.errors import ModelError
+from rl_core.groups import make_groups
+from rl_core.models.build import build_critic, build_policy
+from rl_core.models.policy import PolicyModel
+from rl_core.models.source import ModelSource, load_tokenizer
 from rl_core.models.tensors import model_tensors, optimizer_tensors
+from rl_core.models.value import ValueModel
 from tests.ranks import run_ranks
 from tests.rl_core.models.cases import FAMILIES, config, family, ragged
+from tests.tiny import tiny_tokenizer
 
 TEMPERATURE = 0.7
 
@@ -23,6 +28,7 @@ def expected(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
+    model.config._experts_implementation = "eager"  # the default knows no float64
     ids, prompt, response, width = ragged()
     logprobs, entropy = torch.zeros(2, len(ids), width, dtype=torch.float64)
     states = torch.zeros(len(ids), width, model.config.hidden_size, dtype=torch.float64)
@@ -41,23 +47,34 @@ def expected(directory: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 LOW = {
     "model": {"name_or_path": "unused", "torch_dtype": "bfloat16"},
-    "fsdp": {"activation_checkpointing": True, "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
+    "fsdp": {
+        "activation_checkpointing": True,
+        "reshard_after_forward": False,
+        "mixed_precision": {"reduce_dtype": "bfloat16"},
+    },
 }
 
 
+def actor(directory: Path, settings: Config, trainable: bool = True) -> PolicyModel:
+    group = make_groups(settings, ["actor"], "cpu")["actor"]
+    return build_policy(directory, settings, "actor", group, torch.device("cpu"), trainable)
+
+
+def critic(directory: Path, settings: Config) -> ValueModel:
+    group = make_groups(settings, ["critic"], "cpu")["critic"]
+    return build_critic(directory, settings, group, torch.device("cpu"))
+
+
 def scores_of(rank: int, directories: list[Path]) -> list[dict[str, Any]]:
-    """Scores of each family in float32, then of the first in low precision."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    results = []
-    for directory, sections in [(directory, {}) for directory in directories] + [(directories[0], LOW)]:
-        cpu = torch.device("cpu")
-        policy = build_policy(directory, config(**sections), cpu, mesh, trainable=True)
-        critic = build_critic(directory, config(**sections), cpu, mesh)
+    """Scores of each family in float32, then of the first in low precision, and with rows shared among the ranks."""
+    shared, results = {"fsdp": {"ulysses_sequence_parallel_size": torch.distributed.get_world_size()}}, []
+    for directory, sections in [(each, {}) for each in directories] + [(directories[0], LOW), (directories[0], shared)]:
+        policy, valued = actor(directory, config(**sections)), critic(directory, config(**sections))
         ids, prompt, response, width = ragged()
         with torch.no_grad():
-            bare = critic(ids, prompt, response, width)
-            model_tensors(critic)["value_head.weight"].add_(1.0)
-            values = critic(ids, prompt, response, width)
+            bare = valued(ids, prompt, response, width)
+            model_tensors(valued)["value_head.weight"].add_(1.0)
+            values = valued(ids, prompt, response, width)
         logprobs, entropy = policy(ids, prompt, response, width, TEMPERATURE, True)
         (logprobs.sum() + entropy.sum()).backward()
         tensors = model_tensors(policy)
@@ -81,7 +98,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def built(directories: list[Path]) -> dict[int, list[list[dict[str, Any]]]]:
-    return {world: run_ranks(scores_of, world, directories) for world in (1, 2)}
+    bases = []
+    for directory in directories:
+        source = ModelSource(tiny_tokenizer(directory))
+        bases.append(directory.with_name(f"{directory.name}-base"))
+        convert(source, load_tokenizer(source), bases[-1])
+    return {world: run_ranks(scores_of, world, bases) for world in (1, 2)}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -118,17 +140,26 @@ def test_names_are_those_of_transformers_and_tied_weights_appear_once(built: dic
 def test_low_precision_and_recomputation_run(built: dict[int, Any]) -> None:
     for ranks in built.values():
         for rank in ranks:
-            full, low = rank[0], rank[-1]
+            full, low = rank[0], rank[-2]
             assert low["logprobs"].dtype == torch.float32
             assert low["names"] == full["names"]
             torch.testing.assert_close(low["logprobs"], full["logprobs"], rtol=0, atol=0.5)
             assert not torch.equal(low["logprobs"], full["logprobs"])
 
 
+def test_ranks_that_share_rows_agree_with_one(built: dict[int, Any]) -> None:
+    for world, ranks in built.items():
+        for rank in ranks:
+            whole, shared = rank[0], rank[-1]
+            for score in ("logprobs", "entropy", "values"):
+                torch.testing.assert_close(shared[score], whole[score], rtol=0, atol=1e-5)
+            # FSDP averages: over ranks with the same gradient, or each with that of its own tokens.
+            torch.testing.assert_close(shared["gradient"] * world, whole["gradient"], rtol=1e-4, atol=1e-4)
+
+
 def properties(rank: int, directory: Path, misfit: Path) -> None:
     """What one rank can check by itself; the assertions raise in the test."""
-    mesh, cpu = init_device_mesh("cpu", (1,)), torch.device("cpu")
-    policy = build_policy(directory, config(), cpu, mesh, trainable=True)
+    policy = actor(directory, config())
     ids, prompt, response, width = ragged()
 
     # Padding: other pads, and more of them, change nothing.
@@ -159,20 +190,20 @@ def properties(rank: int, directory: Path, misfit: Path) -> None:
     assert stepped["model.norm.weight.step"] == 1
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
 
-    frozen = build_policy(directory, config(), cpu, mesh, trainable=False)
+    frozen = actor(directory, config(), trainable=False)
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
     assert not frozen.training
 
     # Recomputing activations changes no gradient.
     gradients = []
     for recompute in (False, True):
-        policy = build_policy(directory, config(fsdp={"activation_checkpointing": recompute}), cpu, mesh, trainable=True)
+        policy = actor(directory, config(fsdp={"activation_checkpointing": recompute}))
         policy(ids, prompt, response, width, TEMPERATURE, False)[0].sum().backward()
         gradients.append([tensor.grad.full_tensor() for tensor in model_tensors(policy).values()])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
 
     with pytest.raises(ModelError, match=r"of another shape: model.layers.0.mlp.gate_proj.weight \[64, 32\]"):
-        build_policy(misfit, config(), cpu, mesh, trainable=False)
+        actor(misfit, config(), trainable=False)
 
 
 def test_padding_ties_optimizer_state_and_misfits(tmp_path: Path, directories: list[Path]) -> None:
@@ -180,10 +211,3 @@ def test_padding_ties_optimizer_state_and_misfits(tmp_path: Path, directories: l
     text = (misfit / "config.json").read_text()
     (misfit / "config.json").write_text(text.replace('"intermediate_size": 64', '"intermediate_size": 60'))
     run_ranks(properties, 1, directories[0], misfit)
-
-
-def test_wrong_layer_class_names_the_candidates(directories: list[Path]) -> None:
-    model = empty_model(directories[0])
-    assert unit_classes(model, None) == {"LlamaDecoderLayer"}
-    with pytest.raises(ConfigError, match=r"LlamaBlock does not occur.*LlamaDecoderLayer"):
-        unit_classes(model, ["LlamaBlock"])
