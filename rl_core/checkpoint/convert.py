@@ -22,6 +22,7 @@ from rl_core.checkpoint.dcp import write
 from rl_core.errors import ModelError
 from rl_core.models.auto import load_config, loading, model_of
 from rl_core.models.gguf_files import parsed_once
+from rl_core.models.pad import settle_pad
 from rl_core.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -45,19 +46,21 @@ def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: 
     """Write `weights/`, config.json, generation_config.json, tokenizer files and aliases.json into `scratch`.
 
     Args:
-        tokenizer: with its final chat template.
+        tokenizer: with its final chat template; a pad token is set where it has none, as in tokenization.
 
     Returns:
         Model type, class, number of tensors and parameters, and their types.
 
     Raises:
         ModelError: the weights are not those that config.json describes; the first ten differences are named.
+        DataError: the tokenizer has no token that could pad.
     """
     with parsed_once():
         config, empty, tensors = _read(source)
     aliases = dict(empty.all_tied_weights_keys)
 
     write(scratch / "weights", _Planner(tensors), {}, alone=True)
+    settle_pad(tokenizer)
     tokenizer.save_pretrained(scratch)
     (scratch / "aliases.json").write_text(json.dumps(aliases, indent=1), encoding="utf-8")
     if source.gguf:

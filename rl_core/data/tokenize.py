@@ -18,6 +18,7 @@ from rl_core.data.sources import RowSource, read_rows, source_fingerprint
 from rl_core.data.stats import Stats
 from rl_core.digests import digest_files, digest_json
 from rl_core.errors import DataError
+from rl_core.models.pad import settle_pad
 
 _MACHINE_KEYS = ("is_local", "local_files_only", "name_or_path")
 """What transformers saves of how a tokenizer was loaded: it would make equal tokenizers differ."""
@@ -44,7 +45,7 @@ def tokenize(config: DataConfig, tokenizer: Any, scratch: Path) -> dict[str, Any
             f"model.chat_template: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages "
             "cannot become a prompt. Set model.chat_template to a Jinja file, or take an instruction-tuned model."
         )
-    pad = _resolve_pad(tokenizer)
+    pad = settle_pad(tokenizer)
     source = read_rows(config)
     fingerprint = source_fingerprint(config)
     saved = _save_tokenizer(tokenizer, scratch / "tokenizer")
@@ -143,27 +144,6 @@ def _limit(input_ids: list[int], config: DataConfig, index: int) -> list[int]:
         f"data.max_prompt_length = {limit}: row {index} has {len(input_ids)} tokens with the chat template. Raise the limit, or "
         "set data.truncation to left or right (cut its beginning or end) or to drop (leave it out, as far as "
         "data.max_dropped_share allows)."
-    )
-
-
-def _resolve_pad(tokenizer: Any) -> dict[str, Any]:
-    """Settle the pad token once, without new tokens: the tokenizer's own, else eos, else unk.
-
-    Which one does not matter to the training, whose masks come from lengths.
-    """
-    for kind in ("pad", "eos", "unk"):
-        token = getattr(tokenizer, f"{kind}_token")
-        if token is not None:
-            tokenizer.pad_token = token
-            return {
-                "pad_token": token,
-                "pad_token_id": tokenizer.pad_token_id,
-                "pad_token_from": kind,
-                "eos_token_id": tokenizer.eos_token_id,
-            }
-    raise DataError(
-        f"model.name_or_path: the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an eos nor an unk "
-        "token; give it an eos_token in its tokenizer_config.json."
     )
 
 
