@@ -80,7 +80,7 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
 
     tokenizer = load_tokenizer_dir(model)
     policy = _frozen(model, config, groups["actor"], world)
-    engine = RolloutEngine(model, usable_dtype(config, "actor", world.device), world.device)
+    engine = RolloutEngine(model, usable_dtype(config, "actor", world.device), world.device, config.model)
     with policy.loaded():
         sync_weights(policy.module, engine)
     batch = phases.generate(

@@ -115,8 +115,8 @@ def _check_all_used(config: Config, roles: Sequence[Role], world: int) -> None:
     idle = set(range(world)) - {rank for role in roles for rank in ranks_of(config, role, world)}
     if idle:
         raise ConfigError(
-            f"model_mapping gives no role to rank(s) {', '.join(map(str, sorted(idle)))} of {world}. Add them to a role, or start "
-            "fewer ranks (launch.nproc_per_node)."
+            f"model_mapping gives no role to rank(s) {', '.join(map(str, sorted(idle)))} of {world}. Add them to a role, or "
+            "start fewer ranks (launch.nproc_per_node)."
         )
 
 

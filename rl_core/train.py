@@ -28,7 +28,7 @@ from rl_core.checkpoint.convert import convert
 from rl_core.checkpoint.export import export_policy
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config, load_config
-from rl_core.config.effects import without_effect
+from rl_core.config.effects import notes, without_effect
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
 from rl_core.data.sources import source_fingerprint
@@ -129,7 +129,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     groups = make_groups(config, roles_of(config), world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
     log = RunLog(output, world, total, latest.results["step"] if latest else 0, "console" in config.trainer.logger)
-    for sentence in without_effect(config, world.size, world.device.type == "cuda"):
+    for sentence in (*notes(config), *without_effect(config, world.size, world.device.type == "cuda")):
         log.line(f"Note: {sentence}.")
     log.line(plan.describe(groups["actor"].data_parallel))
     actor, critic, reference, judge, engine = together(
@@ -181,7 +181,7 @@ def _models(
         Learner("critic", critic, groups["critic"], config, device, optimizer_steps),
         role("ref", lambda group: build_policy(base.path, config, "ref", group, device, trainable=False)),
         role("reward", lambda group: build_reward_model(config, group, device, tokenizer)),
-        mine("actor", lambda _: RolloutEngine(base.path, usable_dtype(config, "actor", device), device)),
+        mine("actor", lambda _: RolloutEngine(base.path, usable_dtype(config, "actor", device), device, config.model)),
     )
 
 

@@ -43,8 +43,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _reward_fits(self) -> "Config":
         if isinstance(self.reward, ReasoningGymReward) and not isinstance(self.data.source, ReasoningGymSource):
+            raise ValueError("reward is missing: data.source is not reasoning_gym, so say what a response is worth")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_has_the_type(self) -> "Config":
+        roles: tuple[Role, ...] = ("actor", "critic", "ref")
+        exact = [role for role in roles if self.dtype_of(role) == "float32"]
+        if self.model.attn_implementation == "flash_attention_2" and exact:
             raise ValueError(
-                "reward is missing: data.source is not reasoning_gym, so say what a response is worth (function or model)"
+                f"model.attn_implementation = flash_attention_2 computes in 16 bits only, but {' and '.join(exact)} would compute "
+                "in float32 (torch_dtype); use sdpa, or bfloat16"
             )
         return self
 
@@ -53,8 +62,8 @@ class Config(Section):
         trainer = self.trainer
         if trainer.gradient_accumulation_steps is not None and trainer.train_batch_size is not None:
             raise ValueError(
-                "trainer.gradient_accumulation_steps and trainer.train_batch_size contradict each other: the one follows from the "
-                "other and the number of ranks; leave one out"
+                "trainer.gradient_accumulation_steps and trainer.train_batch_size contradict each other: the one follows from "
+                "the other and the number of ranks; leave one out"
             )
         if trainer.gradient_accumulation_steps is None:
             self._mini_batches_divide()

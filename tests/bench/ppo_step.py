@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_core import train as training
 from rl_core.artifacts import Artifact
@@ -33,6 +35,9 @@ from rl_core.metrics import RunLog
 from rl_core.models import build
 from rl_core.models.local import local
 from rl_core.ppo import Run, train
+from rl_core.rollout.batch import RolloutBatch
+from rl_core.rollout.engine import RolloutEngine
+
 
 def _shape(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, groups: int, tied: bool) -> dict[str, Any]:
     return {
@@ -46,7 +51,18 @@ SHAPES = {
     "qwen2-1.5b": _shape(151936, 1536, 8960, 28, 12, 2, True),
     "qwen2-7b": _shape(152064, 3584, 18944, 28, 28, 4, False),
 }
-KEPT = ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "training/rollout_logprobs_abs_diff_mean")
+KEPT = (
+    "actor/loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm",
+    "training/rollout_logprobs_abs_diff_mean",
+)  # fmt: skip
+    "actor/loss",
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/grad_norm",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "training/rollout_logprobs_abs_diff_mean",
+)
 
 
 class Synthetic:
@@ -85,10 +101,13 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, default=107)
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--fixed_responses", action="store_true", help="random ids instead of a rollout: the same on any ranks")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--case", action="append", nargs="+", default=[], metavar="NAME KEY=VALUE")
     options = parser.parse_args()
     build._load = _fill  # type: ignore[assignment]
+    if options.fixed_responses:
+        RolloutEngine.generate = _fixed  # type: ignore[method-assign]
     cases = options.case or [["baseline"]]
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch) / "base"
@@ -164,15 +183,31 @@ def _reward(prompts: list[Prompt], texts: list[str]) -> list[float]:
     return [zlib.crc32(text.encode()) % 1000 / 1000 for text in texts]
 
 
+def _fixed(engine: RolloutEngine, prompts: list[list[int]], numbers: list[int], **settings: Any) -> RolloutBatch:
+    """Responses that depend on the number of the sample and the step alone."""
+    responses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number + 100_000 * settings["step"])
+        vocabulary, length = engine.config.vocab_size, settings["max_new_tokens"]
+        responses.append(torch.randint(10, vocabulary - 10, (length,), generator=generator).tolist())
+    zeros = [[0.0] * len(response) for response in responses]
+    return RolloutBatch.from_lists(prompts, responses, zeros, [True] * len(prompts), numbers, engine.device)
+
+
 def _fill(tensors: dict[str, torch.Tensor], *_: Any) -> None:
-    """Random weights, the same for each role that is spread alike: the actor begins as the reference."""
+    """Random weights, the same for actor, critic and reference, however they are spread."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            generator = torch.Generator(device=local(tensor).device).manual_seed(zlib.crc32(name.split(".", 1)[1].encode()))
             if "norm" in name:
                 local(tensor).fill_(1.0)
-            else:
-                local(tensor).normal_(0.0, 0.02, generator=generator)
+                continue
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.split(".", 1)[1].encode()))
+            whole = torch.empty(tensor.shape, device=device).normal_(0.0, 0.02, generator=generator)
+            if isinstance(tensor, DTensor):
+                shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+                whole = whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+            local(tensor).copy_(whole)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def config_for(directory: Path, overrides: dict[str, Any]) -> Config:
-    (directory / "reward.py").write_text(REWARD)
     values = {
         "model": {"name_or_path": str(directory / "model")},
         "data": {"source": {"kind": "files", "path": str(directory / "prompts.jsonl")}, "eval_fraction": 0.2},
@@ -94,6 +93,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setenv("PPOFLOW_HOME", str(directory / "home"))
     tiny_model(directory / "model", initializer_range=0.2)
     tiny_prompts(directory / "prompts.jsonl", 40)
+    (directory / "reward.py").write_text(REWARD)
     config = config_for(directory, {})
     source = resolve(config.model)
     tokenizer = load_tokenizer(source)
