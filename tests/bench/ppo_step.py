@@ -55,14 +55,6 @@ KEPT = (
     "actor/loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm",
     "training/rollout_logprobs_abs_diff_mean",
 )  # fmt: skip
-    "actor/loss",
-    "actor/entropy",
-    "actor/ppo_kl",
-    "actor/grad_norm",
-    "critic/vf_loss",
-    "critic/grad_norm",
-    "training/rollout_logprobs_abs_diff_mean",
-)
 
 
 class Synthetic:
