@@ -37,10 +37,10 @@ def test_attention(llama: Path, wanted: str, taken: str, caplog: pytest.LogCaptu
 
 
 def test_a_class_without_the_wanted_attention_has_its_own() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+    from transformers import BloomConfig, BloomForCausalLM
 
-    assert not Gemma2ForCausalLM._supports_sdpa
-    config = Gemma2Config(vocab_size=102, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
+    assert not BloomForCausalLM._supports_sdpa
+    config = BloomConfig(vocab_size=102, hidden_size=32, n_layer=1, n_head=4)
     for wanted in ("sdpa", "flash_attention_2"):
         with torch.device("meta"):
             assert model_of(config, torch.float32, attention=wanted).config._attn_implementation == "eager"
