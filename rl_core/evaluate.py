@@ -78,7 +78,7 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     groups = make_groups(config, roles, world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
 
-    tokenizer = load_tokenizer_dir(model)
+    tokenizer = load_tokenizer_dir(model, config.model.trust_remote_code)
     policy = _frozen(model, config, groups["actor"], world)
     engine = RolloutEngine(model, usable_dtype(config, "actor", world.device), world.device, config.model)
     with policy.loaded():
@@ -92,7 +92,7 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
         temperature=settings.temperature,
         seed=settings.seed,
         step=0,
-        stop_ids=stop_ids_of(model, tokenizer),
+        stop_ids=stop_ids_of(model, tokenizer, config.model.trust_remote_code),
         batch_size=config.rollout.batch_size,
         device=world.device,
     )

@@ -41,6 +41,7 @@ from rl_core.identity import training_identity
 from rl_core.learner import Learner
 from rl_core.locks import locked
 from rl_core.metrics import RunLog
+from rl_core.models.auto import model_config
 from rl_core.models.build import build_critic, build_policy
 from rl_core.models.dtypes import usable_dtype
 from rl_core.models.reward_model import build_reward_model, check_reward_model
@@ -108,7 +109,8 @@ def prepare(options: argparse.Namespace, config: Config, output: Path, world: Wo
 
 def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world: World, stopping: Callable[[], bool]) -> Run:
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
-    plan, prompts, tokenizer = BatchPlan.of(config), Prompts(dataset.path, "train"), load_tokenizer_dir(base.path)
+    plan, prompts, trusted = BatchPlan.of(config), Prompts(dataset.path, "train"), config.model.trust_remote_code
+    tokenizer = load_tokenizer_dir(base.path, trusted)
     reward = build_reward(config.reward)
     if reward is not None:
         function = reward
@@ -144,7 +146,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         prompts=prompts,
         eval_prompts=Prompts(dataset.path, "eval"),
         tokenizer=tokenizer,
-        stop_ids=stop_ids_of(base.path, tokenizer),
+        stop_ids=stop_ids_of(base.path, tokenizer, trusted),
         reward=judged_by,
         actor=actor,
         critic=critic,
@@ -229,10 +231,8 @@ def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path
 
 def _check_positions(config: Config, dataset: Artifact, base: Artifact) -> None:
     """Refuse now what would end the run at the first rollout of the longest prompt."""
-    from transformers import AutoConfig
-
-    longest = dataset.results["prompt_length"]["max"]
-    positions = getattr(AutoConfig.from_pretrained(base.path).get_text_config(), "max_position_embeddings", None)
+    longest, settings = dataset.results["prompt_length"]["max"], model_config(base.path, config.model.trust_remote_code)
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
     for name, most in {"rollout": config.rollout.max_new_tokens, "evaluation": config.eval_max_new_tokens}.items():
         if positions is not None and longest + most > positions:
             raise ConfigError(

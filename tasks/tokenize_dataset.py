@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 STAGE = Stage(
     "tokenize_dataset",
     version=1,
-    sources=("rl_core/data", "rl_core/models/source.py"),
+    sources=(
+        "rl_core/data",
+        "rl_core/models/auto.py",
+        "rl_core/models/gguf_files.py",
+        "rl_core/models/pad.py",
+        "rl_core/models/source.py",
+    ),
     libraries=("transformers", "tokenizers", "datasets"),
 )
 

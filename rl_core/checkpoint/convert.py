@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from rl_core.checkpoint.dcp import write
 from rl_core.errors import ModelError
-from rl_core.models.auto import load_config, loading, model_of
+from rl_core.models.auto import loading, model_config, model_of
 from rl_core.models.gguf_files import parsed_once
 from rl_core.models.pad import settle_pad
 from rl_core.models.source import ModelSource
@@ -81,7 +81,7 @@ def convert(source: ModelSource, tokenizer: "PreTrainedTokenizerBase", scratch: 
 
 def _read(source: ModelSource) -> tuple["PretrainedConfig", "PreTrainedModel", dict[str, LazyTensor]]:
     """Configuration, model on the meta device, and the model's tensors (of tied ones the first only)."""
-    config = load_config(source.directory, source.trusted, gguf=source.gguf, section=source.section)
+    config = model_config(source.directory, source.trusted, gguf=source.gguf, section=source.section)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{source.section}.name_or_path: {source.directory} holds quantized weights. Give the original ones.")
     with torch.device("meta"):

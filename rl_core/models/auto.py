@@ -71,7 +71,9 @@ def loading(directory: Path, what: str, trusted: bool = False, section: str = "m
             raise ModelError(f"{section}.name_or_path: transformers cannot read {what} of {directory} ({reason}).") from error
 
 
-def load_config(directory: Path, trusted: bool = False, *, gguf: str | None = None, section: str = "model") -> "PretrainedConfig":
+def model_config(
+    directory: Path, trusted: bool = False, *, gguf: str | None = None, section: str = "model"
+) -> "PretrainedConfig":
     """The transformers configuration in a directory (or in its file `gguf`); arguments and errors as `loading`."""
     from transformers import AutoConfig
 
@@ -91,7 +93,7 @@ def model_of(
     """The model that a configuration describes, with whatever values it starts with, on torch's default device.
 
     Args:
-        config: of `load_config`; it is told the attention that was taken.
+        config: of `model_config`; it is told the attention that was taken.
         attention: wanted; what the machine or the class has not is replaced (`ATTENTIONS`), and said for flash_attention_2.
         kind: transformers' Auto class.
         trusted, section: as for `loading`, as are the errors.

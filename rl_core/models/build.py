@@ -18,7 +18,7 @@ from rl_core.config.schema import Config, Role
 from rl_core.errors import ModelError
 from rl_core.groups import Group
 from rl_core.models import lora, ulysses
-from rl_core.models.auto import load_config, model_of
+from rl_core.models.auto import model_config, model_of
 from rl_core.models.buffers import restore_buffers
 from rl_core.models.dtypes import usable_dtype
 from rl_core.models.offload import home_device
@@ -83,7 +83,7 @@ def empty_model(
         ModelError: see `rl_core.models.auto`; or the class does not tell backbone and head apart.
     """
     trusted, section = settings.trust_remote_code, "model" if isinstance(settings, ModelConfig) else "reward"
-    config = load_config(directory, trusted, section=section)
+    config = model_config(directory, trusted, section=section)
     with torch.device("meta"):
         model = model_of(config, dtype, attention=settings.attn_implementation, trusted=trusted, kind=kind, section=section)
     if model.base_model is model:

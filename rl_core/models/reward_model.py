@@ -11,7 +11,7 @@ from rl_core.config.reward import ModelReward
 from rl_core.errors import ModelError
 from rl_core.groups import Group
 from rl_core.models import build, reward_weights
-from rl_core.models.auto import load_config
+from rl_core.models.auto import model_config
 from rl_core.models.dtypes import usable_dtype
 from rl_core.models.source import ModelSource, load_tokenizer
 from rl_core.models.tensors import model_tensors
@@ -117,7 +117,7 @@ def _read(
     settings = config.reward
     assert isinstance(settings, ModelReward)
     source = reward_files.files(settings)
-    described = load_config(source.directory, settings.trust_remote_code, section="reward")
+    described = model_config(source.directory, settings.trust_remote_code, section="reward")
     if getattr(described, "quantization_config", None) is not None:
         raise ModelError(f"reward.name_or_path: {source.directory} holds quantized weights. Give the original ones.")
     languages = [name for name in described.architectures or () if name.endswith(("ForCausalLM", "LMHeadModel"))]

@@ -13,7 +13,7 @@ from rl_core.config.model import PretrainedModel
 from rl_core.digests import digest_files
 from rl_core.errors import ConfigError, ModelError
 from rl_core.home import home
-from rl_core.models.auto import code_files, load_config, loading
+from rl_core.models.auto import code_files, loading, model_config
 from rl_core.models.download import fetch
 from rl_core.models.gguf_files import parsed_once, set_special_tokens
 
@@ -140,7 +140,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> "Pr
     from transformers import AutoTokenizer
 
     # First of all, since the tokenizer of a model that is refused could often be read.
-    config = None if source.gguf else load_config(source.directory, source.trusted, section=source.section)
+    config = None if source.gguf else model_config(source.directory, source.trusted, section=source.section)
     with loading(source.directory, "the tokenizer", source.trusted, source.section), parsed_once():
         tokenizer = AutoTokenizer.from_pretrained(
             source.directory, config=config, gguf_file=source.gguf, trust_remote_code=source.trusted

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl_core.config.model import PretrainedModel
 from rl_core.errors import ConfigError
-from rl_core.models.auto import load_config, model_of
+from rl_core.models.auto import model_config, model_of
 from rl_core.models.buffers import restore_buffers
 from rl_core.rollout.batch import PAD_ID, RolloutBatch
 from rl_core.rollout.sampling import sample
@@ -59,7 +59,7 @@ class RolloutEngine:
         settings = settings or PretrainedModel(name_or_path=str(base_dir))
         trusted = settings.trust_remote_code
         self.device = torch.device(device)
-        self.config = load_config(base_dir, trusted)
+        self.config = model_config(base_dir, trusted)
         with torch.device("meta"):
             model = model_of(self.config, dtype, attention=settings.attn_implementation, trusted=trusted)
         model.to_empty(device=self.device)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rl_core.models.auto import load_config
+from rl_core.models.auto import model_config
 from rl_core.rollout.engine import stop_ids
 
 
@@ -15,7 +15,7 @@ def stop_ids_of(directory: Path, tokenizer: Any, trusted: bool = False) -> set[i
     """
     from transformers import GenerationConfig
 
-    configs: list[Any] = [load_config(directory, trusted)]
+    configs: list[Any] = [model_config(directory, trusted)]
     if (directory / "generation_config.json").exists():
         configs.append(GenerationConfig.from_pretrained(directory))
     return stop_ids(tokenizer, *configs)
