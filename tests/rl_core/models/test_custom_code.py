@@ -1,7 +1,9 @@
 """Models with Python code of their own: run only where `trust_remote_code` says so, in every place alike, and carried along."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from rl_core.rollout.sync import sync_weights
 from tests.ranks import run_ranks
 from tests.rl_core.models.cases import config, ragged
 from tests.rl_core.models.custom import FILES, STRETCH, custom_model
+from tests.tiny import tiny_prompts
 
 TRUSTED = {"model": {"name_or_path": "unused", "trust_remote_code": True}}
 
@@ -106,6 +109,38 @@ def test_trusted_code_runs_alike_everywhere(source: Path, base: Path) -> None:
             chosen = expected[row].log_softmax(-1)[range(prompt[row] - 1, prompt[row] + length - 1)]
             picked = chosen.gather(1, ids[row, prompt[row] : prompt[row] + length, None]).squeeze(1)
             torch.testing.assert_close(logprobs[row, :length], picked, rtol=0, atol=2e-5)
+
+
+def test_a_training_and_its_evaluation(source: Path, home: Path, tmp_path: Path) -> None:
+    """Whatever they load, they load with the flag."""
+    (tmp_path / "reward.py").write_text("def compute_score(**given):\n    return 1.0\n")
+    settings = {
+        "model": {"name_or_path": str(source), "trust_remote_code": True},
+        "data": {"source": {"kind": "files", "path": str(tiny_prompts(tmp_path / "p.jsonl"))}, "eval_fraction": 0.1},
+        "reward": {"kind": "function", "path": str(tmp_path / "reward.py")},
+        "trainer": {"train_batch_size": 2, "max_steps": 1},
+        "rollout": {"max_new_tokens": 4},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(settings))
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from rl_core import evaluate, train
+        root = Path(sys.argv[1])
+        train.main([f"--config_path={root / 'c.yaml'}", f"--output_dir={root / 'run'}"])
+        evaluate.main([
+            f"--config_path={root / 'c.yaml'}", f"--output_dir={root}", f"--dataset={root / 'run/dataset'}",
+            f"--reference={root / 'run/base'}", f"--model={root / 'run/policy'}",
+        ])
+    """
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = os.environ | alone | {"MASTER_PORT": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["reward"]["mean"] == 1.0
+    assert (tmp_path / "run/policy/modeling_tiny.py").read_text() == FILES["modeling_tiny.py"]
 
 
 def test_the_code_travels_to_the_exported_policy(source: Path, base: Path, home: Path, tmp_path: Path) -> None:
