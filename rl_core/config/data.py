@@ -52,7 +52,10 @@ class DataConfig(Section):
     """Prompts, their columns, their length, and which of them are held out."""
 
     source: Source = ReasoningGymSource(
-        kind="reasoning_gym", dataset="chain_sum", size=2000, options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+        kind="reasoning_gym",
+        dataset="chain_sum",
+        size=2000,
+        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     )
     """Where the rows come from."""
 
