@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -112,13 +112,11 @@ def _from_safetensors(source: ModelSource, empty: "PreTrainedModel", aliases: di
     ignored = [re.compile(pattern) for pattern in empty._keys_to_ignore_on_load_unexpected or ()]
     found: dict[str, LazyTensor] = {}
     for path in source.weights:
-        with safe_open(path, framework="pt") as file:
-            for stored in file.keys():  # noqa: SIM118 – not a dict
-                # Files of a bare backbone (GPT-2's on the hub) lack the prefix.
-                name = stored if stored in known else f"{empty.base_model_prefix}.{stored}"
-                if name not in known and any(pattern.search(stored) for pattern in ignored):
-                    continue
-                found[name if name in known else stored] = _lazy(path, stored, file.get_slice(stored))
+        for stored, tensor in _stored(path, source).items():
+            # Files of a bare backbone (GPT-2's on the hub) lack the prefix.
+            name = stored if stored in known else f"{empty.base_model_prefix}.{stored}"
+            if name in known or not any(pattern.search(stored) for pattern in ignored):
+                found[name if name in known else stored] = tensor
     for alias, original in aliases.items():
         tied = found.pop(alias, None)
         if tied is not None and not _equal(tied, found.setdefault(original, tied)):
@@ -127,6 +125,15 @@ def _from_safetensors(source: ModelSource, empty: "PreTrainedModel", aliases: di
                 "hold different values for them. Set tie_word_embeddings to false there."
             )
     return found
+
+
+def _stored(path: Path, source: ModelSource) -> dict[str, LazyTensor]:
+    """The tensors of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: _lazy(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 – not a dict
+    except SafetensorError as error:
+        raise ModelError(f"{source.section}.name_or_path: {path} is damaged ({error}). Bring the model again.") from error
 
 
 def _equal(one: LazyTensor, other: LazyTensor) -> bool:

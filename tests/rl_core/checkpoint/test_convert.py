@@ -130,6 +130,14 @@ def test_weights_that_do_not_fit(models: dict[str, tuple[Path, Path]], tmp_path:
         converted(source, tmp_path / "base")
 
 
+def test_a_file_cut_short(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["llama-tied"][0], tmp_path / "m"))
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ModelError, match=r"^model\.name_or_path: .*model\.safetensors is damaged"):
+        converted(source, tmp_path / "base")
+
+
 def test_quantized_weights_are_refused(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     source = Path(shutil.copytree(models["llama-tied"][0], tmp_path / "m"))
     settings = json.loads((source / "config.json").read_text())

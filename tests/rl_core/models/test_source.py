@@ -156,3 +156,18 @@ def test_fingerprints_need_neither_torch_nor_transformers(model: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_messages_name_the_section(model: Path, tmp_path: Path) -> None:
+    """A reward model is found in the same way, under `reward`."""
+    copy = Path(shutil.copytree(model, tmp_path / "m"))
+    (copy / "model.safetensors").unlink()
+    for settings, message in (
+        (named("./none"), r"^reward\.name_or_path: .*/none does not exist"),
+        (named("memory://nowhere"), r"^reward\.name_or_path: there is nothing"),
+        (named(str(copy)), r"^reward\.name_or_path: .* has no \*\.safetensors"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            resolve(settings, "reward")
+    with pytest.raises(ConfigError, match=r"^reward\.revision: .* and reward\.name_or_path is"):
+        resolve(named(str(model), revision="main"), "reward")
