@@ -53,8 +53,9 @@ def loading(directory: Path, what: str, trusted: bool = False, section: str = "m
     known = (StrictDataclassError, OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
     expected = (Exception,) if code else known  # their code may raise anything
     with ExitStack() as stack:
-        if code:
+        if trusted:
             _check_at_home(directory, section)
+        if code:
             stack.enter_context(locked(_modules_cache() / "ppoflow.lock"))
         try:
             yield
