@@ -19,7 +19,7 @@ class PretrainedModel(Section):
 
     trust_remote_code: bool = False
     """Run the Python code that the model brings along (`auto_map` in its config.json): for its configuration, its model class
-    and its tokenizer alike. Without it such a model is refused."""
+    and its tokenizer alike. Without it transformers' own class is used; a model that it has none for is refused."""
 
     attn_implementation: Runtime[Literal["sdpa", "eager", "flash_attention_2"]] = "sdpa"
     """Attention kernels. `flash_attention_2` needs the package flash-attn; where that is missing, sdpa is used and said so."""

@@ -43,13 +43,17 @@ raise RuntimeError(__name__)
 """
 
 
+ABSENT = ("prefect", "mlflow", "ray", "vllm", "sglang", "flash_attn", "deepspeed", "megatron", "trl")
+"""What a training by itself does without."""
+
+
 class Standalone:
-    """A directory with a configuration, a run directory, and modules that tell when Prefect or MLflow are imported."""
+    """A directory with a configuration, a run directory, and modules that tell when what is not needed is imported."""
 
     def __init__(self, directory: Path) -> None:
         self.settings = tiny_settings(directory)
         self.config, self.run, self.imported = directory / "x.yaml", directory / "run", directory / "imported"
-        for name in ("prefect", "mlflow"):
+        for name in ABSENT:
             shadow = directory / "shadows" / name
             shadow.mkdir(parents=True)
             (shadow / "__init__.py").write_text(SHADOW)

@@ -60,6 +60,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "overlapping roles": {"model_mapping.actor": [0, 1, 2], "model_mapping.critic": [1, 2, 3], "model_mapping.ref": [3]},
     },
 }  # fmt: skip
+LOW: dict[str, dict[str, Any]] = {
+    "one rank": {"fsdp.strategy": "single", "trainer.per_device_train_batch_size": 5},
+    "fsdp": {},
+    "ddp, bfloat16 sums": {"fsdp.strategy": "ddp", "fsdp.mixed_precision.reduce_dtype": "bf16"},
+    "two ranks a sequence": {"fsdp.ulysses_sequence_parallel_size": 2},
+    "float16": {"model.torch_dtype": "float16"},
+    "the critic in float32": {"critic.torch_dtype": "float32", "ref_model.disable_half_cast": True},
+}
+"""In bfloat16 unless said otherwise; the first on one rank, the others on two."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(set(solution_str)) / 8
@@ -158,6 +167,18 @@ def test_a_step_does_not_depend_on_how_it_is_spread(ranks: int, inputs: Path, si
         assert seen == weights.keys(), name
     moved = [key for key, tensor in original.items() if (weights[f"actor.{key}"] - tensor).abs().max() > 1e-4]
     assert len(moved) == len(original), "all weights of the actor have moved by far more than the tolerance"
+
+
+def test_a_step_in_low_precision_is_that_in_float32_within_its_rounding(inputs: Path, single: Any) -> None:
+    """bfloat16 has 8 bits: a loss of many terms agrees to some percent. Rollouts are drawn in it too, so they may differ."""
+    low = {name: {"model.torch_dtype": "bfloat16", **overrides} for name, overrides in LOW.items()}
+    first = next(iter(low))
+    done = run_ranks(one_step, 1, inputs, {first: low.pop(first)})[0] | run_ranks(one_step, 2, inputs, low)[0]
+    for name, (metrics, weights) in done.items():
+        for metric in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
+            assert metrics[metric] == pytest.approx(single[0][metric], rel=0.05), f"{name}: {metric}"
+        assert all((tensor - single[1][key]).abs().max() < 1e-3 for key, tensor in weights.items()), name
+        assert any(not torch.equal(tensor, single[1][key]) for key, tensor in weights.items()), name
 
 
 def original_weights(inputs: Path) -> dict[str, torch.Tensor]:
