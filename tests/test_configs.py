@@ -4,6 +4,8 @@ No hub is asked: `architectures.json` holds what counts of the models' public co
 """
 
 import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,27 @@ def name_of(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int], None]]:
+    """Makes this process rank 0 of so many, without the others: nothing may be communicated."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    yield lambda size: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.destroy_process_group()
+
+
 @cache
-def on_meta(model: str, attention: str) -> Any:
-    """The real model by its hub name, without memory for its weights."""
+def on_meta(model: str, attention: str, layers: int | None = None) -> Any:
+    """The real model by its hub name, without memory for its weights; with fewer layers where their number is given."""
     import torch
     from transformers import AutoConfig
 
     from rl_core.models.auto import model_of
 
     described = {key: value for key, value in ARCHITECTURES[model].items() if key != "parameters"}
+    if layers is not None:
+        described["num_hidden_layers"] = layers
     with torch.device("meta"):
         return model_of(AutoConfig.for_model(**described), torch.float32, attention=attention)
 
@@ -69,6 +83,39 @@ def test_a_template_fits_its_model(path: Path) -> None:
     for trained in (config.actor, config.critic):
         if trained.lora is not None:
             assert len(target_layers(model, trained.lora)) == 7 * architecture["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=name_of)
+def test_a_template_spreads_its_model_over_its_gpus(path: Path, ranks: Callable[[int], None]) -> None:
+    """Two of its layers: all of them take seconds, and how many units they make is looked at above."""
+    import torch
+
+    from rl_core.groups import make_groups, roles_of
+    from rl_core.models.lora import add_adapters
+    from rl_core.models.policy import PolicyModel
+    from rl_core.models.sharding import shard, unit_classes
+    from rl_core.models.value import ValueModel
+
+    config = load_config(path)
+    size, layers = config.launch.nproc_per_node, 2
+    assert size is not None
+    ranks(size)
+    groups = make_groups(config, roles_of(config), "cpu")
+    assert set(groups) == {"actor", "critic", "ref"}
+    for role, group in groups.items():
+        causal = deepcopy(on_meta(config.model.name_or_path, config.model.attn_implementation, layers))
+        lora = getattr(config.role(role), "lora", None)
+        if lora is not None:
+            add_adapters(causal, lora, role)
+        module: Any = ValueModel(causal.base_model, group) if role == "critic" else PolicyModel(causal, group)
+        plain = sum(parameter.numel() for parameter in module.parameters())
+        settings, compute = config.fsdp_of(role), getattr(torch, config.dtype_of(role))
+        report = shard(module, unit_classes(causal, settings.wrap_policy), settings, compute, group.mesh)
+        assert report.units == layers + (2 if role == "critic" else 1), "layers, head, the rest"
+        assert (report.shards, report.replicas, report.parameters) == (size, 1, plain)
+        assert report.local_parameters == pytest.approx(plain / size, rel=0.01)
+        assert report.compute == config.dtype_of(role)
+        assert all(parameter.to_local().is_meta for parameter in module.parameters()), "nothing has memory"
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=name_of)
