@@ -103,7 +103,13 @@ def _place() -> str:
 
 
 def _explained(error: Exception) -> str:
-    """What a broken collective means: it says nothing of its cause, which lies with another rank."""
+    """What a lack of memory or a broken collective means; the latter says nothing of its cause, which lies with another rank."""
+    if "out of memory" in str(error) or "can't allocate memory" in str(error):
+        return (
+            " It ran out of memory. Less is needed with: trainer.per_device_train_batch_size or max_tokens_per_micro_batch "
+            "lower, fsdp.activation_checkpointing, fsdp.optimizer_offload or param_offload (updates); rollout.batch_size or "
+            "max_new_tokens lower (gen); more ranks. None of them but max_new_tokens changes the result: running again goes on."
+        )
     if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in COLLECTIVE_ERRORS):
         return ""
     return (

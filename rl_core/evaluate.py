@@ -25,7 +25,7 @@ import torch
 from rl_core import algorithms, phases, stall
 from rl_core.batching import BatchPlan
 from rl_core.config import Config, load_config
-from rl_core.config.roles import MappingConfig
+from rl_core.config.roles import MappingConfig, RoleConfig
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
 from rl_core.distributed import World, joined, seed_global_generators, set_timeouts
@@ -71,18 +71,19 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     settings, plan = config.evaluation, BatchPlan.of(config)
     chosen = held_out(prompts, settings.prompts)
     seed_global_generators(settings.seed, world.rank)
-    # One model at a time, on all ranks alike, wherever training places its roles.
-    config = config.model_copy(update={"model_mapping": MappingConfig()})
+    config = on_all_ranks(config)
     reward = build_reward(config.reward)
     roles: list[RoleName] = ["actor"] if reward is not None else ["actor", "reward"]
     groups = make_groups(config, roles, world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
 
+    stall.enter("building the model")
     tokenizer = load_tokenizer_dir(model, config.model.trust_remote_code)
     policy = _frozen(model, config, groups["actor"], world)
     engine = RolloutEngine(model, usable_dtype(config, "actor", world.device), world.device, config.model)
     with policy.loaded():
         sync_weights(policy.module, engine)
+    stall.enter("answering")
     batch = phases.generate(
         engine,
         policy,
@@ -96,11 +97,13 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
         batch_size=config.rollout.batch_size,
         device=world.device,
     )
+    stall.enter("judging the answers")
     if reward is not None:
         scores = phases.score(reward, tokenizer, chosen, batch, 1, world)
     else:
         judge = build_reward_model(config, groups["reward"], world.device, tokenizer)
         scores = phases.score_by_model(Role("reward", judge, groups["reward"], config, world.device), batch, plan)
+    stall.enter("measuring the KL")
     divergence = torch.zeros(len(batch))
     if model != reference:
         base = _frozen(reference, config, groups["actor"], world)
@@ -112,6 +115,17 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
         record["truncated"] = bool(batch.truncated[row])
         record["kl"] = float(divergence[row])
     return records
+
+
+def on_all_ranks(config: Config) -> Config:
+    """One model at a time is evaluated, sharded over all ranks alike, wherever and however training places its roles."""
+    layout = {"strategy": "fsdp", "hsdp_group_size": None, "ulysses_sequence_parallel_size": 1}
+    changes: dict[str, Any] = {"model_mapping": MappingConfig(), "fsdp": config.fsdp.model_copy(update=layout)}
+    for section in ("actor", "reward"):
+        role = getattr(config, section)
+        if isinstance(role, RoleConfig):
+            changes[section] = role.model_copy(update={"fsdp": role.fsdp.model_copy(update=layout)})
+    return config.model_copy(update=changes)
 
 
 def _frozen(directory: Path, config: Config, group: Group, world: World) -> Role:

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.config import Config
 from rl_core.config.fsdp import FsdpConfig
-from rl_core.config.reward import ModelReward
 from rl_core.config.schema import Role
 from rl_core.errors import ConfigError
 
@@ -55,16 +54,6 @@ class Group:
     def reports(self) -> bool:
         """Whether this rank's results count: those of the first of the ranks that share a sequence."""
         return self.rank is not None and self.rank % self.sequence_parallel == 0
-
-
-def roles_of(config: Config) -> list[Role]:
-    """The roles that a run has."""
-    roles: list[Role] = ["actor", "critic"]
-    if config.algorithm.kl_in != "none":
-        roles.append("ref")
-    if isinstance(config.reward, ModelReward):
-        roles.append("reward")
-    return roles
 
 
 def make_groups(config: Config, roles: Sequence[Role], device_type: str) -> dict[Role, Group]:

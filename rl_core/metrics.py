@@ -91,18 +91,18 @@ class StepStatistics:
 
         `perf/throughput` is prompt and response tokens per second and rank; a phase's time is that of its slowest rank.
         """
-        parts = world.gather((self.sums, timer.seconds))
+        parts = world.gather((self.sums, timer.seconds, memory.peak()))
         if not parts:
             return {}
         metrics: dict[str, float] = {}
-        for name in sorted({name for sums, _ in parts for name in sums}):
-            total, count = (sum(sums[name][i] for sums, _ in parts if name in sums) for i in (0, 1))
+        for name in sorted({name for sums, *_ in parts for name in sums}):
+            total, count = (sum(sums[name][i] for sums, *_ in parts if name in sums) for i in (0, 1))
             metrics[name] = total / count if count else 0.0
         samples = dict(self.samples)
         metrics["response_length/clip_ratio"] = _average(samples.pop("response_length/truncated"))
         for name, values in samples.items():
             metrics |= {f"{name}/mean": _average(values), f"{name}/max": max(values), f"{name}/min": min(values)}
-        longest = {phase: max(timed.get(phase, 0.0) for _, timed in parts) for phase in timer.seconds}
+        longest = {phase: max(timed.get(phase, 0.0) for _, timed, _ in parts) for phase in timer.seconds}
         tokens, seconds = sum(samples["prompt_length"]) + sum(samples["response_length"]), timer.total()
         return metrics | {
             **{f"timing_s/{phase}": value for phase, value in longest.items()},
@@ -110,7 +110,7 @@ class StepStatistics:
             "perf/time_per_step": seconds,
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / seconds / world.size,
-            "perf/max_memory_gb": memory.peak() / 2**30,
+            "perf/max_memory_gb": max(peak for *_, peak in parts) / 2**30,
         }
 
 

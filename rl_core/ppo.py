@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_core import phases
+from rl_core import phases, stall
 from rl_core.batching import BatchPlan
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config
@@ -166,11 +166,13 @@ def train(run: Run) -> None:
         metrics = stats.merge(world, timer)
         log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3g}")
         if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0:
-            metrics |= validate(run)
+            with stall.phase("validation", step):
+                metrics |= validate(run)
         first = range(min(SAMPLES_LOGGED, len(batch)))
         log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores[list(first)], n))
         stop, last = world.any(run.stopping()), step + 1 == run.total_steps
         if stop or last or (step + 1) % config.checkpoint.save_steps == 0:
-            run.save(step + 1)
+            with stall.phase("saving", step):
+                run.save(step + 1)
         if stop and not last:
             raise Interrupted(f"Stopped by a signal after step {step + 1} of {run.total_steps}, which is saved.")

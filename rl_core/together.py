@@ -31,8 +31,12 @@ def together(action: Callable[[], T], process_group: dist.ProcessGroup | None = 
         failed = error
     reasons: list[tuple[str, str] | None] = [None] * dist.get_world_size(process_group)
     said = None if failed is None else (type(failed).__name__, str(failed))
-    dist.all_gather_object(reasons, said, group=process_group)
-    if failed is not None:
+    try:
+        dist.all_gather_object(reasons, said, group=process_group)
+    except RuntimeError:
+        if failed is None:
+            raise
+    if failed is not None:  # also where the others could not be told, since they are gone: this is why
         raise failed
     for rank, reason in enumerate(reasons):
         if reason is not None:

@@ -36,7 +36,7 @@ from rl_core.data.tokenize import tokenize
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined, set_timeouts
 from rl_core.errors import BrokenArtifact, ConfigError, StoreError
-from rl_core.groups import Group, make_groups, roles_of
+from rl_core.groups import Group, make_groups
 from rl_core.identity import training_identity
 from rl_core.learner import Learner
 from rl_core.locks import locked
@@ -75,6 +75,9 @@ def main(arguments: Sequence[str]) -> None:
         stack.enter_context(locked(output / "ranks.lock", shared=True))
         world = stack.enter_context(joined(config.launch))
         stack.enter_context(stall.watch(world, config.launch))
+        if world.is_main:
+            for sentence in (*notes(config), *without_effect(config, world.size, world.device.type == "cuda")):
+                print(f"Note: {sentence}.", flush=True)
         config = config.settled(world.size)
         if world.is_main:  # two trainings started by hand on one directory: the second waits
             stack.enter_context(locked(output / "training.lock", on_wait=lambda who: print(f"Waiting for {who}", flush=True)))
@@ -128,15 +131,11 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
             f"trainer.train_batch_size: {plan.prompts} prompts a step, but only {len(prompts)} training prompts. Lower it to "
             f"{len(prompts)} or less, or give more prompts."
         )
-    groups = make_groups(config, roles_of(config), world.device.type)
+    groups = make_groups(config, config.roles(), world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
     log = RunLog(output, world, total, latest.results["step"] if latest else 0, "console" in config.trainer.logger)
-    for sentence in (*notes(config), *without_effect(config, world.size, world.device.type == "cuda")):
-        log.line(f"Note: {sentence}.")
     log.line(plan.describe(groups["actor"].data_parallel))
-    actor, critic, reference, judge, engine = together(
-        lambda: _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps)
-    )
+    actor, critic, reference, judge, engine = _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps)
     judged_by = judge or reward
     assert judged_by is not None, "a function, or else a model"
     run = Run(

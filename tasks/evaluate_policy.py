@@ -29,7 +29,8 @@ MODEL_STAGE = Stage(
     "evaluate_model",
     version=1,
     sources=(
-        "rl_core/evaluate.py", "rl_core/phases.py", "rl_core/batching.py", "rl_core/distributed.py", "rl_core/data",
+        "rl_core/evaluate.py", "rl_core/validation.py", "rl_core/role.py", "rl_core/groups.py",
+        "rl_core/phases.py", "rl_core/batching.py", "rl_core/distributed.py", "rl_core/data",
         "rl_core/models", "rl_core/checkpoint", "rl_core/rollout", "rl_core/rewards", "rl_core/algorithms",
     ),
     libraries=("torch", "transformers"),
@@ -55,7 +56,8 @@ def model_keys(
     models = {"base": base.digest, **({"champion": champion.digest} if champion else {}), "policy": policy.digest}
     settings = config.evaluation.identity() | {"max_new_tokens": config.eval_max_new_tokens}
     del settings["samples"]
-    shared = {"evaluation": settings, "torch_dtype": config.dtype_of("actor")}
+    computed = {"torch_dtype": config.dtype_of("actor"), "fsdp": config.fsdp_of("actor").identity()}
+    shared = {"evaluation": settings, "attention": config.model.attn_implementation, **computed}
     if isinstance(config.reward, ModelReward):
         shared["reward"] = {"torch_dtype": config.dtype_of("reward"), "fsdp": config.fsdp_of("reward").identity()}
     inputs = {"dataset": dataset.digest, "reference": base.digest, "reward": reward_fingerprint(config.reward)}

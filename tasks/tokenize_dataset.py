@@ -20,7 +20,7 @@ STAGE = Stage(
         "rl_core/models/pad.py",
         "rl_core/models/source.py",
     ),
-    libraries=("transformers", "tokenizers", "datasets"),
+    libraries=("transformers", "tokenizers", "datasets", "gguf"),
 )
 
 

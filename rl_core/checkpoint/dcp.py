@@ -184,9 +184,7 @@ def _read(
     alone = alone or not dist.is_initialized()
     with torch.no_grad():
         _quietly(
-            lambda: dcp.load(
-                dict(tensors), storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone
-            ),
+            lambda: dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone),
             Path(reader.path),
             "read",
         )

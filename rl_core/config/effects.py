@@ -55,7 +55,7 @@ def notes(config: Config) -> list[str]:
             f"data.source is not given: the prompts are {source.size:,} problems of reasoning-gym's {source.dataset}, sums of two"
             " digits. Your own: data.source = {kind: files, path: prompts.jsonl}"
         )
-    risky = {role: dtype for role in _roles(config) if (dtype := config.fsdp_of(role).mixed_precision.reduce_dtype) != "float32"}
+    risky = {role: dtype for role in config.roles() if (dtype := config.fsdp_of(role).mixed_precision.reduce_dtype) != "float32"}
     for dtype in sorted(set(risky.values())):
         said.append(
             f"mixed_precision.reduce_dtype = {dtype}: gradients that are small against the sum are lost; float32 is safer"
@@ -87,7 +87,7 @@ def _cases(config: Config, on_gpu: bool) -> Iterator[Case]:
         ["ref_model.disable_half_cast"],
         f"where the reference computes in {dtype or 'float32'} anyway",
     )
-    for role in _roles(config):
+    for role in config.roles():
         section, own = _section(role), config.fsdp_of(role).mixed_precision.param_dtype
         yield own is not None, [f"{section}.torch_dtype"], f"beside mixed_precision.param_dtype = {own}"
     for name, trained in (("actor", config.actor), ("critic", config.critic)):
@@ -112,7 +112,7 @@ def _fsdp_cases(config: Config, role: Role, fsdp: FsdpConfig, ranks: int, on_gpu
 
 def _fsdp(config: Config, ranks: int, on_gpu: bool) -> Iterator[str]:
     """For each key under the section in which it is given: in a role's own, or in `fsdp` if no role makes use of it."""
-    roles, idle = _roles(config), {}
+    roles, idle = config.roles(), {}
     for role in roles:
         fsdp, own = config.fsdp_of(role), config.role(role).fsdp.model_dump()
         cases = list(_fsdp_cases(config, role, fsdp, ranks, on_gpu))
@@ -131,16 +131,6 @@ def _fsdp(config: Config, ranks: int, on_gpu: bool) -> Iterator[str]:
             yield f"fsdp.{key} has no effect: every role sets its own"
         elif all(key in idle[role] for role in inherit):
             yield f"fsdp.{key} has no effect {idle[inherit[0]][key]}"
-
-
-def _roles(config: Config) -> list[Role]:
-    """The roles that are built."""
-    roles: list[Role] = ["actor", "critic"]
-    if config.algorithm.kl_in != "none":
-        roles.append("ref")
-    if isinstance(config.reward, ModelReward):
-        roles.append("reward")
-    return roles
 
 
 def _section(role: Role) -> str:

@@ -52,8 +52,8 @@ class Config(Section):
         exact = [role for role in roles if self.dtype_of(role) == "float32"]
         if self.model.attn_implementation == "flash_attention_2" and exact:
             raise ValueError(
-                f"model.attn_implementation = flash_attention_2 computes in 16 bits only, but {' and '.join(exact)} would compute "
-                "in float32 (torch_dtype); use sdpa, or bfloat16"
+                f"model.attn_implementation = flash_attention_2 computes in 16 bits only, but {' and '.join(exact)} would "
+                "compute in float32 (torch_dtype); use sdpa, or bfloat16"
             )
         return self
 
@@ -125,6 +125,15 @@ class Config(Section):
     def eval_max_new_tokens(self) -> int:
         """Longest response during evaluation."""
         return self.evaluation.max_new_tokens or self.rollout.max_new_tokens
+
+    def roles(self) -> list[Role]:
+        """The roles that a run has."""
+        roles: list[Role] = ["actor", "critic"]
+        if self.algorithm.kl_in != "none":
+            roles.append("ref")
+        if isinstance(self.reward, ModelReward):
+            roles.append("reward")
+        return roles
 
     def role(self, role: Role) -> RoleConfig:
         """The section of a role."""

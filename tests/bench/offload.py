@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -69,7 +70,7 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
     rows, prompt, response = (4, 8, 8) if options.tiny else (8, 512, 512)
     result: dict[str, Any] = {
-        "command": " ".join(["PYTHONPATH=.", "python", *sys.argv]),
+        "command": shlex.join(["PYTHONPATH=.", "python", *sys.argv]),
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,

@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import sys
 import tempfile
 import zlib
@@ -30,7 +31,7 @@ from rl_core.batching import BatchPlan
 from rl_core.config import Config, parse_config
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World, joined, set_timeouts
-from rl_core.groups import make_groups, roles_of
+from rl_core.groups import make_groups
 from rl_core.metrics import RunLog
 from rl_core.models import build
 from rl_core.models.local import local
@@ -107,7 +108,7 @@ def main() -> None:
         first = _config(base, options, [])
         with joined(first.launch) as world:
             report = {
-                "command": " ".join([Path(sys.executable).name, *sys.argv]),
+                "command": shlex.join([Path(sys.executable).name, *sys.argv]),
                 "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
                 "ranks": world.size, "torch": torch.__version__, "transformers": transformers.__version__,
                 "shape": options.shape, "warm_up_steps": options.warm, "measured_steps": options.steps, "cases": {},
@@ -140,7 +141,7 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    groups = make_groups(config, roles_of(config), world.device.type)
+    groups = make_groups(config, config.roles(), world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
     plan, total = BatchPlan.of(config), options.warm + options.steps
     artifact = Artifact(base, {"digest": "random"})

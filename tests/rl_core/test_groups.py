@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_core.groups import make_groups, roles_of
+from rl_core.groups import make_groups
 from tests.ranks import run_ranks
 from tests.rl_core.models.cases import config
 
@@ -13,7 +13,7 @@ from tests.rl_core.models.cases import config
 def layouts(rank: int, sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for settings in sections:
-        groups = make_groups(config(**settings), roles_of(config(**settings)), "cpu")
+        groups = make_groups(config(**settings), config(**settings).roles(), "cpu")
         made.append(
             {
                 role: (
@@ -73,5 +73,5 @@ def test_wrong_maps_are_refused_on_all_ranks(settings, said):
 
 def refusal(rank: int, settings: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        make_groups(config(**settings), roles_of(config(**settings)), "cpu")
+        make_groups(config(**settings), config(**settings).roles(), "cpu")
     return str(caught.value)

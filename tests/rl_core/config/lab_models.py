@@ -29,11 +29,11 @@ def structure(config: Config, role: Role = "actor") -> Observation:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from rl_core.groups import make_groups, roles_of
+    from rl_core.groups import make_groups
     from rl_core.models.offload import home_device
 
     with one_rank(config) as world:
-        group = make_groups(config, roles_of(config), "cpu")[role]
+        group = make_groups(config, config.roles(), "cpu")[role]
         module = build(config, role, group, world.device)
         units = [(name, unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)]
         states = [unit._get_fsdp_state() for _, unit in units]
