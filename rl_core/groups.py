@@ -111,7 +111,7 @@ def _check_all_used(config: Config, roles: Sequence[Role], world: int) -> None:
 
 def _layout(role: Role, size: int, fsdp: FsdpConfig) -> tuple[int, int]:
     """(replicas, ranks that share a replica)."""
-    where = "fsdp" if role == "reward" else f"{'ref_model' if role == 'ref' else role}.fsdp"
+    where = f"{'ref_model' if role == 'ref' else role}.fsdp"
     sequence = fsdp.ulysses_sequence_parallel_size
     if size % sequence:
         raise ConfigError(f"{where}.ulysses_sequence_parallel_size = {sequence} does not divide the {size} rank(s) of the role.")

@@ -61,7 +61,7 @@ def test_layouts_on_four_ranks():
         ({"model_mapping": {"actor": [0], "critic": [0]}}, r"gives no role to rank\(s\) 1 of 2"),
         ({"fsdp": {"strategy": "single"}}, r"actor\.fsdp\.strategy = single is for one rank, but the role has 2"),
         ({"fsdp": {"strategy": "hsdp", "hsdp_group_size": 3}}, r"hsdp_group_size = 3 does not divide the 2"),
-        ({"ref_model": {"fsdp": {"ulysses_sequence_parallel_size": 4}}}, r"ref_model\.fsdp\.ulysses.*= 4 does not divide the role.s 2"),
+        ({"ref_model": {"fsdp": {"ulysses_sequence_parallel_size": 4}}}, r"ref_model\.fsdp\.ulysses.*= 4 does not divide the 2"),
     ],
 )  # fmt: skip
 def test_wrong_maps_are_refused_on_all_ranks(settings, said):

@@ -47,7 +47,7 @@ def test_run_key_is_the_same_whatever_changes_no_step(home, tmp_path):
 
 def test_run_key_differs_with_whatever_decides_a_step(home, tmp_path):
     differing = {
-        "trainer__seed": 1, "trainer__learning_rate": 0.5, "trainer__train_batch_size": 8, "trainer__warmup_steps": 3,
+        "trainer__seed": 1, "actor__learning_rate": 0.5, "trainer__train_batch_size": 8, "critic__warmup_steps": 3,
         "algorithm__gamma": 0.5, "rollout__temperature": 0.5, "rollout__n": 2, "model__torch_dtype": "bfloat16",
         "reward__name": "other",
     }  # fmt: skip

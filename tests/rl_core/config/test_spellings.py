@@ -12,7 +12,7 @@ from rl_core.config.spellings import MEANT, RENAMED
 from rl_core.errors import ConfigError
 
 SEED = Path(__file__).resolve().parents[3] / "configs" / "seed"
-MODEL = {"model": {"name_or_path": "m"}}
+MODEL = {"model": {"name_or_path": "m", "torch_dtype": "bfloat16"}}
 LOCAL = ["model.name_or_path=/tiny/policy", "reward_model.name_or_path=/tiny/judge"]
 
 
