@@ -49,9 +49,10 @@ def run(mode: str, directory: Path, **options) -> None:
 def test_done_logs_every_line(tmp_path):
     lines: list[str] = []
     run("done", tmp_path, on_line=lines.append)
-    expected = {"rank 0 of 2 threads 1", "rank 1 of 2 threads 1"}
-    assert expected <= set(lines)
-    assert expected <= set((tmp_path / "log").read_text().splitlines())
+    log = (tmp_path / "log").read_text()
+    for said in ("rank 0 of 2 threads 1", "rank 1 of 2 threads 1"):  # ranks that print at the same time share lines
+        assert any(said in line for line in lines)
+        assert said in log
 
 
 def test_message_for_the_user_comes_through(tmp_path):
