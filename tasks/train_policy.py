@@ -16,6 +16,7 @@ import yaml
 
 from rl_core.artifacts import Artifact
 from rl_core.config import Config
+from rl_core.config.fsdp import FsdpConfig
 from rl_core.digests import digest_json
 from rl_core.home import writable
 from rl_core.locks import locked
@@ -64,7 +65,16 @@ def circumstances(config: Config) -> Segment:
         "libraries": library_versions(STAGE.libraries),
         "ranks": rank_count(config.launch),
         "device": device_kind(config.launch),
+        "layout": {
+            "roles": {role: _layout(config.fsdp_of(role)) for role in config.roles()},
+            "mapping": config.model_mapping.model_dump(exclude_none=True),
+            "micro_batch": [config.trainer.per_device_train_batch_size, config.trainer.max_tokens_per_micro_batch],
+        },
     }
+
+
+def _layout(fsdp: FsdpConfig) -> list[Any]:
+    return [fsdp.strategy, fsdp.hsdp_group_size, fsdp.ulysses_sequence_parallel_size]
 
 
 def train(key: Key, config: Config, dataset: Reference, base: Reference, fresh: bool = False) -> Reference:
