@@ -90,7 +90,7 @@ def test_a_template_spreads_its_model_over_its_gpus(path: Path, ranks: Callable[
     """Two of its layers: all of them take seconds, and how many units they make is looked at above."""
     import torch
 
-    from rl_core.groups import make_groups, roles_of
+    from rl_core.groups import make_groups
     from rl_core.models.lora import add_adapters
     from rl_core.models.policy import PolicyModel
     from rl_core.models.sharding import shard, unit_classes
@@ -100,7 +100,7 @@ def test_a_template_spreads_its_model_over_its_gpus(path: Path, ranks: Callable[
     size, layers = config.launch.nproc_per_node, 2
     assert size is not None
     ranks(size)
-    groups = make_groups(config, roles_of(config), "cpu")
+    groups = make_groups(config, config.roles(), "cpu")
     assert set(groups) == {"actor", "critic", "ref"}
     for role, group in groups.items():
         causal = deepcopy(on_meta(config.model.name_or_path, config.model.attn_implementation, layers))
