@@ -91,7 +91,8 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(f"policy: {artifacts['train_policy']}")
     console.print(f"learning curve: {artifacts['evaluate_policy']}/learning_curve.png")
     tracking = os.environ["MLFLOW_TRACKING_URI"]
-    console.print(f"to serve it: MLFLOW_TRACKING_URI={tracking} and models:/{registered['name']}@champion")
+    alias = "champion" if "champion" in registered["aliases"] else "candidate"
+    console.print(f"to serve it: MLFLOW_TRACKING_URI={tracking} and models:/{registered['name']}@{alias}")
 
 
 def _result_line(result: dict[str, Any]) -> str:

@@ -87,3 +87,11 @@ def _warn(reason: str) -> None:
 def _stamp(path: Path) -> str:
     stat = os.stat(path)
     return f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_dev}:{stat.st_ino}"
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted names."""
+    if isinstance(value, dict) and value:
+        inner = f"{prefix}." if prefix else ""
+        return {name: leaf for key, item in value.items() for name, leaf in flatten(item, f"{inner}{key}").items()}
+    return {prefix: value}

@@ -170,10 +170,10 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
 def _drop_steps_from(path: Path, step: int) -> None:
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]  # the last may be half a line
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last end of line may be half a line
+    kept = [line for line in lines if json.loads(line)["step"] < step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -52,7 +52,9 @@ class Run:
     """Whether this rank was asked to stop."""
     total_steps: int
     key: str
-    """Identity of the run, kept in its checkpoints."""
+    """Of the run, kept in its checkpoints."""
+    identity: dict[str, Any]
+    """What the key is the digest of."""
     log: RunLog
     first_step: int = 0
 
@@ -101,6 +103,7 @@ class Run:
             "step": steps_done,
             "learners": {name: state for part in parts for name, state in part.items()},
             "ranks": self.world.size,
+            "identity": self.identity,
         }
         with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
             self.checkpoints.save(steps_done, self.tensors(), state, self.key)

@@ -14,6 +14,7 @@ die_with_parent()
 require_libraries()
 
 import argparse
+import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -22,30 +23,28 @@ from pathlib import Path
 from typing import Any
 
 from rl_core import stall
-from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact, set_aside
+from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact
 from rl_core.batching import BatchPlan
-from rl_core.checkpoint.convert import convert
 from rl_core.checkpoint.export import export_policy
 from rl_core.checkpoint.steps import Checkpoints
+from rl_core.checks import check_can_go_on, check_enough_prompts, check_positions
 from rl_core.config import Config, load_config
 from rl_core.config.effects import notes, without_effect
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
-from rl_core.data.sources import source_fingerprint
-from rl_core.data.tokenize import tokenize
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined, set_timeouts
-from rl_core.errors import BrokenArtifact, ConfigError, StoreError
+from rl_core.errors import BrokenArtifact, StoreError
 from rl_core.groups import Group, make_groups
 from rl_core.identity import training_identity
+from rl_core.inputs import prepare
 from rl_core.learner import Learner
 from rl_core.locks import locked
 from rl_core.metrics import RunLog
-from rl_core.models.auto import model_config
 from rl_core.models.build import build_critic, build_policy
 from rl_core.models.dtypes import usable_dtype
 from rl_core.models.reward_model import build_reward_model, check_reward_model
-from rl_core.models.source import load_tokenizer, load_tokenizer_dir, model_fingerprint, resolve, tokenizer_fingerprint
+from rl_core.models.source import load_tokenizer_dir
 from rl_core.ppo import Run, train
 from rl_core.rewards import build_reward, probe
 from rl_core.role import Role
@@ -82,32 +81,12 @@ def main(arguments: Sequence[str]) -> None:
         if world.is_main:  # two trainings started by hand on one directory: the second waits
             stack.enter_context(locked(output / "training.lock", on_wait=lambda who: print(f"Waiting for {who}", flush=True)))
         with stall.phase("preparing the data and the base model"):
-            dataset, base = prepare(options, config, output, world)
+            dataset, base = prepare(options.dataset, options.base, config, output, world)
         with stall.phase("building the models"):
             run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
         train(run)
         with stall.phase("exporting the policy"):
             together(lambda: export(run, base, output) if world.is_main else None)
-
-
-def prepare(options: argparse.Namespace, config: Config, output: Path, world: World) -> tuple[Artifact, Artifact]:
-    """The tokenized prompts and the converted base model: the given ones, else made by rank 0 under the run directory."""
-    dataset, base = options.dataset or output / "dataset", options.base or output / "base"
-
-    def make_missing() -> None:
-        source = resolve(config.model)
-        template = config.model.chat_template
-        tokenizer = load_tokenizer(source, template)
-        if not options.dataset:
-            identity = [tokenizer_fingerprint(source, template), source_fingerprint(config.data), config.data.identity()]
-            _make(dataset, identity, lambda scratch: tokenize(config.data, tokenizer, scratch))
-        if not options.base:
-            identity = [tokenizer_fingerprint(source, template), model_fingerprint(source)]
-            _make(base, identity, lambda scratch: convert(source, tokenizer, scratch))
-
-    if not (options.dataset and options.base):
-        together(lambda: make_missing() if world.is_main else None)
-    return open_artifact(dataset), open_artifact(base)
 
 
 def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world: World, stopping: Callable[[], bool]) -> Run:
@@ -123,14 +102,11 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
-    key = digest_json(training_identity(config, dataset.digest, base.digest))
-    _check_can_go_on(latest, key, total, output)
-    _check_positions(config, dataset, base)
-    if len(prompts) < plan.prompts:
-        raise ConfigError(
-            f"trainer.train_batch_size: {plan.prompts} prompts a step, but only {len(prompts)} training prompts. Lower it to "
-            f"{len(prompts)} or less, or give more prompts."
-        )
+    identity = training_identity(config, dataset.digest, base.digest)
+    key = digest_json(identity)
+    check_can_go_on(latest, key, identity, total, output)
+    check_positions(config, dataset, base)
+    check_enough_prompts(len(prompts), plan.prompts)
     groups = make_groups(config, config.roles(), world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
     log = RunLog(output, world, total, latest.results["step"] if latest else 0, "console" in config.trainer.logger)
@@ -155,6 +131,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         stopping=stopping,
         total_steps=total,
         key=key,
+        identity=identity,
         log=log,
     )
     if latest is not None:
@@ -210,52 +187,9 @@ def _writable(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"--output_dir: {directory} cannot be made ({error.strerror}). Give a directory that you own.") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreError(f"--output_dir: {directory} cannot be written to. Give a directory that you own.")
     return directory
-
-
-def _check_can_go_on(latest: Artifact | None, key: str, total: int, output: Path) -> None:
-    if latest is None:
-        return
-    if latest.key != key:
-        raise ConfigError(
-            f"--output_dir {output} holds a run with another model, data, reward or algorithm than this configuration. "
-            "Give each run a directory of its own."
-        )
-    if latest.results["step"] > total:
-        raise ConfigError(
-            f"trainer.max_steps: the run in {output} has {latest.results['step']} steps already, more than the {total} wanted. "
-            "Raise it, or start over (ppoflow run --fresh, or another --output_dir)."
-        )
-
-
-def _check_positions(config: Config, dataset: Artifact, base: Artifact) -> None:
-    """Refuse now what would end the run at the first rollout of the longest prompt."""
-    longest, settings = dataset.results["prompt_length"]["max"], model_config(base.path, config.model.trust_remote_code)
-    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
-    for name, most in {"rollout": config.rollout.max_new_tokens, "evaluation": config.eval_max_new_tokens}.items():
-        if positions is not None and longest + most > positions:
-            raise ConfigError(
-                f"{name}.max_new_tokens: {most} behind the longest prompt ({longest} tokens) is more than the {positions} "
-                "positions of the model. Lower it, or data.max_prompt_length."
-            )
-
-
-def _make(path: Path, identity: Any, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Commit what `write` makes at `path`, unless the same is there already."""
-    key = digest_json(identity)
-    if path.exists():
-        try:
-            if open_artifact(path).key == key:
-                return
-            reason = f"{path} was made from other input; it is made again."
-        except BrokenArtifact as error:
-            reason = f"{error} It is set aside and made again."
-        print(reason, flush=True)
-        set_aside(path)
-    print(f"Making {path}", flush=True)
-    scratch = fresh_scratch(path)
-    results = write(scratch)
-    commit(scratch, path, kind=path.name, key=key, results=results)
 
 
 if __name__ == "__main__":

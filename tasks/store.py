@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.artifacts import MANIFEST, Artifact, commit, fresh_scratch, open_artifact, scratch_of, set_aside
-from rl_core.digests import digest_json
+from rl_core.digests import digest_json, flatten
 from rl_core.errors import BrokenArtifact
 from rl_core.home import home, writable
 from rl_core.locks import locked
@@ -195,13 +195,6 @@ def differences(key: Key) -> list[str]:
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def flatten(value: Any, prefix: str) -> dict[str, Any]:
-    """Nested mappings as one level of dotted names."""
-    if isinstance(value, dict) and value:
-        return {name: leaf for key, item in value.items() for name, leaf in flatten(item, f"{prefix}.{key}").items()}
-    return {prefix: value}
 
 
 def library_versions(names: tuple[str, ...]) -> dict[str, str | None]:

@@ -17,14 +17,14 @@ import yaml
 from rl_core.artifacts import Artifact
 from rl_core.config import Config
 from rl_core.config.fsdp import FsdpConfig
-from rl_core.digests import digest_json
+from rl_core.digests import digest_json, flatten
 from rl_core.home import writable
 from rl_core.locks import locked
 from tasks.caching import stage_task
 from tasks.devices import device_kind, rank_count
 from tasks.progress import Listener, Progress, following
 from tasks.runs import Run, Segment
-from tasks.store import Key, Reference, Stage, find, flatten, library_versions, produce, reference_of
+from tasks.store import Key, Reference, Stage, find, library_versions, produce, reference_of
 from tasks.torchrun import TrainingCrashed, run_ranks
 from tasks.tracking import Tracking, steps_logged
 

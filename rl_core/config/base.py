@@ -22,7 +22,9 @@ Runtime = Annotated[T, RUNTIME]
 class Section(BaseModel):
     """A part of the configuration: immutable, unknown keys are errors, the doc of a field stands under it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide an outcome, as JSON values (nested sections likewise)."""

@@ -55,6 +55,12 @@ def notes(config: Config) -> list[str]:
             f"data.source is not given: the prompts are {source.size:,} problems of reasoning-gym's {source.dataset}, sums of two"
             " digits. Your own: data.source = {kind: files, path: prompts.jsonl}"
         )
+    for name, trained in (("actor", config.actor), ("critic", config.critic)):
+        if trained.lr_scheduler_type != "constant":
+            said.append(
+                f"{name}.lr_scheduler_type = {trained.lr_scheduler_type} falls over the whole run: with another length "
+                "(trainer.max_steps, num_train_epochs) it is another run, from step 0"
+            )
     risky = {role: dtype for role in config.roles() if (dtype := config.fsdp_of(role).mixed_precision.reduce_dtype) != "float32"}
     for dtype in sorted(set(risky.values())):
         said.append(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_serializer
 
 from rl_core.config.base import Runtime, Section
-from rl_core.config.dtypes import Dtype
+from rl_core.config.dtypes import Dtype, MasterDtype
 
 
 def _names(value: object) -> object:
@@ -63,9 +63,9 @@ class FsdpConfig(Section):
     mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
     """Types."""
 
-    master_dtype: Dtype = "float32"
+    master_dtype: MasterDtype = "float32"
     """Type of the weights that the optimizer updates, of its moments, and of checkpoints. bfloat16 halves the memory; small
-    updates are lost in it. Frozen models are held in the type that they compute in."""
+    updates are lost in it. (float16 would overflow.) Frozen models are held in the type that they compute in."""
 
     reshard_after_forward: Runtime[bool] = True
     """Free a unit's gathered parameters after its forward and gather them again for the backward: less memory, more

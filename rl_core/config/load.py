@@ -16,7 +16,16 @@ from rl_core.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-6` as a text; here it is a number, as everywhere else."""
+    """YAML 1.1 reads `1e-6` as a text; here it is a number, as everywhere else. A key given twice is an error, not the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -44,11 +53,14 @@ def load_config(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
         ) from None
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of sections (model, data, reward, registry, …).")
-    return parse_config(values, overrides, origin=str(path))
+    try:
+        return parse_config(values, overrides, origin=str(path))
+    except RecursionError:
+        raise ConfigError(f"{path}: an anchor (&name) contains itself (*name).") from None
 
 
 def parse_config(

@@ -15,7 +15,8 @@ MOST_UNKNOWN = 5
 
 def describe(error: ValidationError, written: Mapping[str, str]) -> str:
     """All problems of a validation; `written` holds the other names under which keys of ours were given."""
-    return "; ".join(problem for item in error.errors() for problem in _problems(item, written))
+    problems = [problem for item in error.errors() for problem in _problems(item, written)]
+    return "; ".join(dict.fromkeys(problems))
 
 
 def _problems(item: Any, written: Mapping[str, str]) -> Iterator[str]:
@@ -70,6 +71,8 @@ def _resolve(location: tuple[str, ...]) -> tuple[list[str], list[str]]:
         if len(candidates) > 1 and (tagged := [section for section in candidates if kind_of(section) == part]):
             candidates = list(tagged)
             continue
+        if where and not candidates:
+            break  # inside a value: what pydantic adds is no key
         known = [key for section in candidates for key in section.model_fields]
         where.append(part)
         fields = [section.model_fields[part] for section in candidates if part in section.model_fields]

@@ -93,11 +93,17 @@ IMPLIED = {"reward_model": ("reward.kind", "model"), "custom_reward_function": (
 """What a section's other name says beside its keys."""
 
 
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 def _attention(section: str) -> Meaning:
     key = f"{section}.attn_implementation"
 
     def meaning(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if value:
+        if _truth(value):
             return {key: "flash_attention_2"}
         return {key: "sdpa"} if lookup(key) == "flash_attention_2" else {}
 
@@ -105,7 +111,7 @@ def _attention(section: str) -> Meaning:
 
 
 def _reference(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not value:
+    if not _truth(value):
         return {"algorithm.kl_in": "none"}
     return {"algorithm.kl_in": "reward"} if lookup("algorithm.kl_in") == "none" else {}
 
@@ -137,7 +143,7 @@ MEANT: dict[str, Meaning] = {
 
 def _use(value: Any, lookup: Lookup) -> dict[str, Any]:
     sharded, own = ("fsdp", "hsdp"), lookup("strategy")
-    return {} if own is not None and (own in sharded) == bool(value) else {"strategy": "fsdp" if value else "ddp"}
+    return {} if own is not None and (own in sharded) == _truth(value) else {"strategy": "fsdp" if _truth(value) else "ddp"}
 
 
 def _size(value: Any, _: Lookup) -> dict[str, Any]:

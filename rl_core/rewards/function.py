@@ -52,7 +52,7 @@ class UserFunction:
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 f"reward: {self._name} raises {type(error).__name__}: {error} on {sample}. Mend it; responses of a model can be "
                 "anything, the empty text included."

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 
 from rl_core.artifacts import open_artifact
 from tests.pipeline import ROOT, environment, tiny_settings
+from tests.tiny import tiny_model
 
 VERL_NAMES = {
     *(f"critic/{name}/{part}" for name in ("score", "rewards") for part in ("mean", "max", "min")),
@@ -43,8 +45,10 @@ raise RuntimeError(__name__)
 """
 
 
-ABSENT = ("prefect", "mlflow", "ray", "vllm", "sglang", "flash_attn", "deepspeed", "megatron", "trl")
+ABSENT = ("prefect", "mlflow", "ray", "vllm", "sglang", "megatron", "trl")
 """What a training by itself does without."""
+NOT_INSTALLED = ("deepspeed", "flash_attn")
+"""As well; transformers itself imports these where they can be found."""
 
 
 class Standalone:
@@ -108,6 +112,7 @@ def test_two_ranks_train_and_export(standalone, first):
     from transformers import AutoModelForCausalLM
 
     assert first.returncode == 0, first.stderr
+    assert not any(map(find_spec, NOT_INSTALLED))
     assert_seed_lines(first.stdout, standalone.expected_lines(range(2)))
     model, report = AutoModelForCausalLM.from_pretrained(standalone.run / "policy", output_loading_info=True)
     assert not any(report.values()), report
@@ -135,7 +140,17 @@ def test_another_seed_in_the_same_directory_is_refused(standalone, first):
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     [said] = [line for line in refused.stdout.splitlines() if line.strip()]
-    assert said.startswith(f"ppoflow: error: --output_dir {standalone.run} holds a run with another model")
+    assert said.startswith(f"ppoflow: error: --output_dir {standalone.run} holds another run: ")
+    assert "config.trainer.seed (0 there, 9 here)" in said
+    assert not list(standalone.run.glob(".*broken*"))
+
+
+def test_another_model_in_the_same_directory_is_refused_and_nothing_is_set_aside(standalone, first, tmp_path):
+    other = tiny_model(tmp_path / "other", seed=1)
+    refused = standalone.train(f"model.name_or_path={other}", ranks=None)
+    assert refused.returncode == 2
+    assert f"--output_dir {standalone.run} holds another run: its base was made from other input" in refused.stdout
+    assert not list(standalone.run.glob(".*broken*"))
 
 
 def test_more_steps_go_on_from_the_checkpoint_on_another_number_of_ranks(standalone, first):

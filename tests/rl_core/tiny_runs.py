@@ -1,6 +1,5 @@
 """Runs of a tiny model as `rl_core.train` builds them, on the ranks that a test has."""
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def config_for(directory: Path, overrides: dict[str, Any]) -> Config:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with a dataset and a base model, some of whose tensors are large enough for moments in 8 bits."""
     from rl_core.distributed import World
-    from rl_core.train import prepare
+    from rl_core.inputs import prepare
 
     directory = tmp_path_factory.mktemp("tiny-runs")
     patch = pytest.MonkeyPatch()
@@ -48,8 +47,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tiny_model(directory / "model", hidden_size=64, intermediate_size=128, initializer_range=0.2)
     tiny_prompts(directory / "prompts.jsonl", 60)
     (directory / "reward.py").write_text(REWARD)
-    nothing_given = argparse.Namespace(dataset=None, base=None)
-    prepare(nothing_given, config_for(directory, {}), directory, World(0, 1, torch.device("cpu")))
+    prepare(None, None, config_for(directory, {}), directory, World(0, 1, torch.device("cpu")))
     yield directory
     patch.undo()
 

@@ -178,3 +178,9 @@ def test_a_half_type_for_sums_of_gradients_is_warned_about_once(key):
     (line,) = notes(parse_config({}, MODEL | source | {key: "bf16"}))
     assert "reduce_dtype = bfloat16" in line
     assert "float32 is safer" in line
+
+
+def test_a_falling_learning_rate_makes_the_length_part_of_the_run():
+    given = {"data.source": {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9}}
+    (line,) = notes(parse_config({}, MODEL | given | {"critic.lr_scheduler_type": "cosine"}))
+    assert line.startswith("critic.lr_scheduler_type = cosine falls over the whole run")

@@ -140,3 +140,32 @@ def test_variables_of_the_environment(monkeypatch):
     assert config.registry.experiment == "/data"
     with pytest.raises(ConfigError, match=r"registry\.experiment.*NOT_SET"):
         parse_config(values, {"registry.experiment": "${NOT_SET}"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {name_or_path: a}\nmodel: {name_or_path: b}", "model is given twice"),
+        ("model: {name_or_path: a, revision: x, revision: y}", "revision is given twice"),
+        ("model: &m {name_or_path: *m}", "contains itself"),
+        (
+            "model: {name_or_path: a}\nactor: {learning_rate: .inf}",
+            r"actor\.learning_rate = inf: .* finite number",
+        ),
+        ("model: {name_or_path: a}\nlaunch: {dist_timeout_s: .nan}", r"launch\.dist_timeout_s = nan"),
+        ("model: {name_or_path: a}\nfsdp: {use_fsdp: maybe}", r"fsdp\.use_fsdp = 'maybe' is not what belongs there"),
+        (
+            "model: {name_or_path: a, use_flash_attention_2: 'false'}",
+            r"use_flash_attention_2 = 'false' is not what",
+        ),
+        ("model: {name_or_path: a}\ntrainer: {use_ref_model: 'no way'}", r"use_ref_model = 'no way' is not"),
+        ("model: {name_or_path: a}\nactor: {lora: {target_modules: q_proj}}", r"actor\.lora\.target_modules = 'q_proj': "),
+    ],
+)
+def test_what_reads_as_yaml_but_means_nothing(tmp_path, text, said):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+    assert "literal" not in str(caught.value)

@@ -170,6 +170,7 @@ def test_functions_that_cannot_be_loaded(tmp_path, code, name, words):
         ("return {'points': 1}", ["'score'"]),
         ("return {'score': float('nan')}", ["nan"]),
         ("return int(solution_str)", ["raises ValueError", "invalid literal"]),
+        ("raise SystemExit(3)", ["raises SystemExit", "3"]),
     ],
 )
 def test_a_bad_result_names_function_and_sample(tmp_path, body, words):
