@@ -170,11 +170,19 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
 def _drop_steps_from(path: Path, step: int) -> None:
     if not path.exists():
         return
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last end of line may be half a line
-    kept = [line for line in lines if json.loads(line)["step"] < step]
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last may be half a line
+    kept = [line for line in lines if (done := _step_of(line)) is not None and done < step]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(partial, path)
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that a full or damaged disk left behind: it is dropped, since a log is no reason not to go on."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _duration(seconds: float) -> str:

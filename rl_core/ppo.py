@@ -168,12 +168,13 @@ def train(run: Run) -> None:
         stats.rollout(batch, scores, logprobs)
         metrics = stats.merge(world, timer)
         log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3g}")
-        if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0:
+        stop, last = world.any(run.stopping()), step + 1 == run.total_steps
+        if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0 and not stop:
             with stall.phase("validation", step):
                 metrics |= validate(run)
         first = range(min(SAMPLES_LOGGED, len(batch)))
         log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores[list(first)], n))
-        stop, last = world.any(run.stopping()), step + 1 == run.total_steps
+        stop = stop or world.any(run.stopping())
         if stop or last or (step + 1) % config.checkpoint.save_steps == 0:
             with stall.phase("saving", step):
                 run.save(step + 1)

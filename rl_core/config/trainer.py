@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from rl_core.config.base import Runtime, Section
 
 Logger = Literal["console", "mlflow"]
+LONGEST_S = 10_000_000
 
 
 class TrainerConfig(Section):
@@ -68,14 +69,14 @@ class LaunchConfig(Section):
     """Communication between ranks. null: the environment's `TORCH_DISTRIBUTED_BACKEND`, else NCCL on GPUs and gloo on CPUs.
     gloo on GPUs is slow, but passes where NCCL finds no way."""
 
-    dist_timeout_s: Runtime[PositiveFloat] = 3600.0
+    dist_timeout_s: Annotated[Runtime[float], Field(gt=0, le=LONGEST_S)] = 3600.0
     """A collective that takes longer fails, in every process group. Rank 0 tokenizes and converts while the others wait, when
     training is started without prepared artifacts."""
 
-    preflight_timeout_s: Runtime[NonNegativeFloat] = 60.0
+    preflight_timeout_s: Annotated[Runtime[float], Field(ge=0, le=LONGEST_S)] = 60.0
     """The first collective, before anything loads, must be through within this time; 0 leaves it out."""
 
-    stall_report_s: Runtime[NonNegativeFloat] = 600.0
+    stall_report_s: Annotated[Runtime[float], Field(ge=0, le=LONGEST_S)] = 600.0
     """A rank that stays in one phase longer than this is named in the log with its phase and where it stands; 0: never."""
 
 

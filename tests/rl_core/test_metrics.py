@@ -26,6 +26,9 @@ def test_what_a_run_logged_behind_its_last_checkpoint_is_dropped_whatever_is_in_
         first.step(step, {"critic/score/mean": 1.0}, [{"response": STRANGE}])
     with (tmp_path / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "resp')  # killed in the middle
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        written = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"garbage\n[1]\n{}\n\xff\xfe\n" + written)
     log(tmp_path, 2)
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [0, 1]
     assert lines(tmp_path / "samples.jsonl") == [{"step": step, "response": STRANGE} for step in range(2)]
