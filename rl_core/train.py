@@ -34,6 +34,7 @@ from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined, set_timeouts
+from rl_core.dry_run import try_largest_batch
 from rl_core.errors import BrokenArtifact, StoreError
 from rl_core.groups import Group, make_groups
 from rl_core.identity import training_identity
@@ -137,6 +138,9 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     if latest is not None:
         run.restore(latest)
         run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
+    if world.device.type == "cuda":  # elsewhere memory is not so short, and time is
+        longest, most = dataset.results["prompt_length"]["max"], config.rollout.max_new_tokens
+        try_largest_batch(actor, critic, plan, longest, most, config.rollout.temperature)
     return run
 
 

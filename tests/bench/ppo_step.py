@@ -31,6 +31,7 @@ from rl_core.batching import BatchPlan
 from rl_core.config import Config, parse_config
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World, joined, set_timeouts
+from rl_core.dry_run import try_largest_batch
 from rl_core.groups import make_groups
 from rl_core.metrics import RunLog
 from rl_core.models import build
@@ -155,6 +156,9 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
         reward=judge or _reward, actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None,  # type: ignore[arg-type]
         stopping=lambda: False, total_steps=total, key="bench", log=RunLog(output, world, total, 0),
     )  # fmt: skip
+    if on_gpu:
+        try_largest_batch(actor, critic, plan, options.prompt_tokens, config.rollout.max_new_tokens, config.rollout.temperature)
+    tried = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     train(run)
     peak = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, built], device=world.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -167,6 +171,7 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
         "tokens": rows[0]["perf/total_num_tokens"],
         "seconds": {name.removeprefix("timing_s/"): round(value, 3) for name, value in mean.items() if "timing" in name},
         "gib_built": round(float(peak[1]), 2),
+        "gib_tried": round(tried, 2),
         "gib_peak": round(float(peak[0]), 2),
         "metrics_of_last_step": {name: rows[-1].get(name) for name in KEPT},
     }

@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from rl_core import entry
 from rl_core.entry import NEEDED, check_libraries
 from rl_core.errors import ConfigError
 
@@ -114,3 +116,15 @@ def test_an_old_library_is_named_before_it_is_imported(tmp_path, module):
     ended = subprocess.run([sys.executable, "-m", module], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.startswith("ppoflow: error: torch 2.3.1 is installed in")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_a_lack_of_memory_names_what_needs_less(error):
+    said = entry._explained(error)
+    assert all(knob in said for knob in ("per_device_train_batch_size", "activation_checkpointing", "rollout.batch_size"))
