@@ -45,7 +45,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PPOFLOW_HOME", str(directory))
         patch.delenv("HF_HOME", raising=False)
         patch.delenv("HF_MODULES_CACHE", raising=False)
+        # What other tests of this process have imported from homes of their own would be found first.
+        patch.setattr(sys, "path", [place for place in sys.path if not Path(place, "transformers_modules").is_dir()])
+        _forget_modules()
         yield directory
+    _forget_modules()
+
+
+def _forget_modules() -> None:
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
 
