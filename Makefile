@@ -18,7 +18,7 @@ run: .venv/.installed model
 	$(BIN)/ppoflow run $(CONFIG) $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

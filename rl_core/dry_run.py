@@ -13,11 +13,14 @@ from rl_core.phases import inputs
 from rl_core.rollout.batch import PAD_ID, RolloutBatch
 
 
-def try_largest_batch(actor: Learner, critic: Learner, plan: BatchPlan, prompt: int, response: int, temperature: float) -> None:
+def try_largest_batch(
+    actor: Learner, critic: Learner, plan: BatchPlan, prompt: int, response: int, temperature: float, device: torch.device
+) -> None:
     """One forward and backward of actor and critic beside their optimizers' moments. Changes nothing. Collective over each role.
 
     Args:
         prompt, response: tokens of the longest that can come.
+        device: on which the models compute.
 
     Raises:
         torch.OutOfMemoryError: it does not fit; `rl_core.entry` says what needs less.
@@ -28,14 +31,13 @@ def try_largest_batch(actor: Learner, critic: Learner, plan: BatchPlan, prompt: 
         rows = min(plan.micro_batch, math.ceil(plan.mini_batch / learner.group.data_parallel))
         if plan.micro_tokens is not None:
             rows = max(1, plan.micro_tokens // (prompt + response))
-        device = next(learner.module.parameters()).device
         batch = RolloutBatch.from_lists(
             [[PAD_ID] * prompt] * rows,
             [[PAD_ID] * response] * rows,
             [[0.0] * response] * rows,
             [True] * rows,
             list(range(rows)),
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device,
+            device,
         )
         with stall.phase(f"trying the largest batch of the {learner.name}"), learner.loaded(optimizer=True):
             optimizer_tensors(learner.module, learner.optimizer)  # made where they are not there yet

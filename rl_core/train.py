@@ -140,7 +140,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
     if world.device.type == "cuda":  # elsewhere memory is not so short, and time is
         longest, most = dataset.results["prompt_length"]["max"], config.rollout.max_new_tokens
-        try_largest_batch(actor, critic, plan, longest, most, config.rollout.temperature)
+        try_largest_batch(actor, critic, plan, longest, most, config.rollout.temperature, world.device)
     return run
 
 

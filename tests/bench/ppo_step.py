@@ -157,7 +157,8 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
         stopping=lambda: False, total_steps=total, key="bench", log=RunLog(output, world, total, 0),
     )  # fmt: skip
     if on_gpu:
-        try_largest_batch(actor, critic, plan, options.prompt_tokens, config.rollout.max_new_tokens, config.rollout.temperature)
+        longest = options.prompt_tokens, config.rollout.max_new_tokens
+        try_largest_batch(actor, critic, plan, *longest, config.rollout.temperature, world.device)
     tried = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     train(run)
     peak = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, built], device=world.device)
