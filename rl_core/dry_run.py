@@ -26,7 +26,7 @@ def try_largest_batch(
         torch.OutOfMemoryError: it does not fit; `rl_core.entry` says what needs less.
     """
     for learner in (actor, critic):
-        if learner.module is None or learner.optimizer is None:
+        if learner.optimizer is None:
             continue
         rows = min(plan.micro_batch, math.ceil(plan.mini_batch / learner.group.data_parallel))
         if plan.micro_tokens is not None:

@@ -40,7 +40,7 @@ from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.rollout.sync import sync_weights
-from rl_core.validation import held_out
+from rl_core.validation import answers, held_out
 
 Z95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
@@ -84,19 +84,8 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     with policy.loaded():
         sync_weights(policy.module, engine)
     stall.enter("answering")
-    batch = phases.generate(
-        engine,
-        policy,
-        chosen,
-        n=1,
-        max_new_tokens=config.eval_max_new_tokens,
-        temperature=settings.temperature,
-        seed=settings.seed,
-        step=0,
-        stop_ids=stop_ids_of(model, tokenizer, config.model.trust_remote_code),
-        batch_size=config.rollout.batch_size,
-        device=world.device,
-    )
+    stop_ids = stop_ids_of(model, tokenizer, config.model.trust_remote_code)
+    batch = answers(engine, policy, chosen, config, stop_ids, world.device)
     stall.enter("judging the answers")
     if reward is not None:
         scores = phases.score(reward, tokenizer, chosen, batch, 1, world)

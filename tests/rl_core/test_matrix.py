@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rl_core.artifacts import commit, fresh_scratch, open_artifact
-from rl_core.config import Config, parse_config
 from tests.ranks import run_ranks
 from tests.rl_core.models.cases import family
+from tests.rl_core.tiny_runs import REWARD, config_for
 from tests.tiny import tiny_model, tiny_prompts, tiny_tokenizer
 
 METRICS = (
@@ -128,26 +128,7 @@ CASES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
     },
 }  # fmt: skip
 """By number of ranks and kind."""
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return len(set(solution_str)) / 8
-"""
 Result = tuple[dict[str, float], dict[str, torch.Tensor]]
-
-
-def config_for(directory: Path, overrides: dict[str, Any]) -> Config:
-    values = {
-        "model": {"name_or_path": str(directory / "model")},
-        "data": {"source": {"kind": "files", "path": str(directory / "prompts.jsonl")}, "eval_fraction": 0.2},
-        "reward": {"kind": "function", "path": str(directory / "reward.py")},
-        "rollout": {"max_new_tokens": 8, "n": 2},
-        "algorithm": {"kl_coef": 0.1, "entropy_coeff": 0.01},
-        "trainer": {"max_steps": 1, "train_batch_size": 5, "ppo_mini_batch_size": 5, "per_device_train_batch_size": 3},
-        "actor": {"learning_rate": 1e-2, "adam_epsilon": 1.0},
-        "critic": {"learning_rate": 1e-2, "adam_epsilon": 1.0},
-        "launch": {"device": "cpu"},
-    }
-    return parse_config(values, overrides)
 
 
 @pytest.fixture(scope="module")
