@@ -156,7 +156,7 @@ def make_experience(
         charged = divergence if algorithm.kl_in == "reward" else None
     rewards = algorithms.token_rewards(scores, charged, algorithm.kl_coef, mask)
     advantages, returns = algorithms.gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
-    if algorithm.whiten_advantages:
+    if algorithm.whitens:
         advantages = algorithms.whiten(advantages, mask)
     stats.per_sample("critic/rewards", rewards.sum(dim=1))
     for name, tensor in {"values": values, "advantages": advantages, "returns": returns}.items():

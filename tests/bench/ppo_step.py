@@ -154,11 +154,14 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
     run = Unsaved(
         config=config, world=world, plan=plan, prompts=prompts, eval_prompts=prompts, tokenizer=Ids(), stop_ids=set(),  # type: ignore[arg-type]
         reward=judge or _reward, actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None,  # type: ignore[arg-type]
-        stopping=lambda: False, total_steps=total, key="bench", log=RunLog(output, world, total, 0),
+        stopping=lambda: False, total_steps=total, key="bench", identity={}, log=RunLog(output, world, total, 0),
     )  # fmt: skip
     if on_gpu:
         longest = options.prompt_tokens, config.rollout.max_new_tokens
-        try_largest_batch(actor, critic, plan, *longest, config.rollout.temperature, world.device)
+        try:
+            try_largest_batch(actor, critic, plan, *longest, config.rollout.temperature, world.device)
+        except torch.OutOfMemoryError as error:  # such a case comes last: what it holds is not given back
+            return {"out_of_memory_in_the_trial": str(error).partition(".")[0], "gib_built": round(built, 2)}
     tried = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     train(run)
     peak = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, built], device=world.device)
