@@ -19,7 +19,8 @@ def build_reward(config: RewardConfig) -> Reward | None:
     """The configured reward: prompts and the texts of their responses → one number each. None for a reward model.
 
     Raises:
-        RewardError: here, if the function's file is missing or broken; when called, if a sample cannot be judged.
+        ConfigError: the function's file is missing or broken.
+        RewardError: the function takes other arguments; when called, if a sample cannot be judged.
     """
     if isinstance(config, ModelReward):
         return None
@@ -32,9 +33,8 @@ def reward_fingerprint(config: RewardConfig) -> dict[str, Any]:
     """What the reward is, as JSON; imports nothing heavy.
 
     Raises:
-        RewardError: the function's file is missing, or no Python.
+        ConfigError: the function's file is missing or no Python, or reasoning-gym is not installed.
         ModelError: there is no such reward model.
-        ConfigError: reasoning-gym is not installed.
     """
     makers: dict[type, Callable[[Any], dict[str, Any]]] = {
         ReasoningGymReward: reasoning_gym.fingerprint,

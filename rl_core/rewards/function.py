@@ -1,19 +1,14 @@
 """A user's Python function as a reward, with verl's signature `(data_source, solution_str, ground_truth, extra_info)`."""
 
-import difflib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config.reward import FunctionReward
-from rl_core.digests import digest_file, digest_files, digest_json
 from rl_core.errors import RewardError
-from rl_core.rewards.imports import local_imports
+from rl_core.user_code import code_fingerprint, load_function
 
 if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
     from rl_core.data.prompts import Prompt
@@ -75,51 +70,13 @@ def fingerprint(config: FunctionReward) -> dict[str, Any]:
     """Name of the function, digests of its file and of what that imports from its own directory. Runs nothing of it.
 
     Raises:
-        RewardError: no such file, or one that is no Python.
+        ConfigError: no such file, or one that is no Python.
     """
-    path = _file(config)
-    folder, imports = path.resolve().parent, digest_files(local_imports(path))
-    return {
-        "kind": "function",
-        "name": config.name,
-        "sha256": digest_file(path),
-        "imports": {str(file.relative_to(folder)): digest for file, digest in imports.items()},
-    }
-
-
-def _file(config: FunctionReward) -> Path:
-    path = Path(config.path).expanduser()
-    if not path.is_file():
-        raise RewardError(f"reward.path = {config.path}: there is no such file (looked from {Path.cwd()}).")
-    return path
+    return {"kind": "function", "name": config.name, **code_fingerprint(config.path, "reward")}
 
 
 def _load(config: FunctionReward) -> Callable[..., Any]:
-    path = _file(config)
-    spec = importlib.util.spec_from_file_location(f"ppoflow_reward_{digest_json(str(path.resolve()))}", path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward.path = {config.path} is no Python file; its name must end in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses, typing and pickle look a class's module up there
-    # While it is imported, its own directory comes first, as for a script; later imports inside functions find it last, so that
-    # a file there cannot take the place of a library.
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(f"reward.path = {config.path} cannot be imported: {type(error).__name__}: {error}.") from error
-    finally:
-        sys.path.remove(folder)
-        sys.path.append(folder)
-    function = getattr(module, config.name, None)
-    if not callable(function):
-        known = [
-            name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        close = difflib.get_close_matches(config.name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known) or 'no function'}"
-        raise RewardError(f"reward.name = {config.name}: {config.path} has no such function ({hint}).")
+    function = load_function(config.path, config.name, "reward")
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
