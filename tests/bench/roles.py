@@ -42,16 +42,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", default="fsdp", choices=["single", "fsdp"])
+    parser.add_argument("--inputs", type=Path, help="made there, or made before: prompts are read with datasets")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        tiny_model(directory / "model", hidden_size=64, intermediate_size=128, initializer_range=0.2)
-        tiny_model(directory / "judge", seed=1, initializer_range=0.2)
-        tiny_prompts(directory / "prompts.jsonl", 60)
-        (directory / "reward.py").write_text(REWARD, encoding="utf-8")
-        first = _config(directory, options.strategy, "float32", {})
-        prepare(None, None, first, directory, World(0, 1, torch.device("cpu")))
-        with joined(first.launch) as world:
+        directory = options.inputs or Path(scratch)
+        if not (directory / "base").is_dir():
+            _make(directory, options.strategy)
+        with joined(_config(directory, options.strategy, "float32", {}).launch) as world:
             cases = _cases(directory, options.strategy, world)
             report = {
                 "command": shlex.join(["PYTHONPATH=.", "python", *sys.argv]),
@@ -65,6 +62,14 @@ def main() -> None:
             }
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print({name: value for name, value in report.items() if name != "details"})
+
+
+def _make(directory: Path, strategy: str) -> None:
+    tiny_model(directory / "model", hidden_size=64, intermediate_size=128, initializer_range=0.2)
+    tiny_model(directory / "judge", seed=1, initializer_range=0.2)
+    tiny_prompts(directory / "prompts.jsonl", 60)
+    (directory / "reward.py").write_text(REWARD, encoding="utf-8")
+    prepare(None, None, _config(directory, strategy, "float32", {}), directory, World(0, 1, torch.device("cpu")))
 
 
 def _config(directory: Path, strategy: str, dtype: str, overrides: dict[str, Any]) -> Config:
