@@ -137,3 +137,15 @@ def test_rows_without_gradient_stay() -> None:
         optimizer.step()
     assert (parameter[3] < 1).all()
     assert torch.equal(parameter[4:], torch.ones(60, 256))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU's memory")
+def test_a_step_on_a_gpu_needs_no_memory_beside_parameters_gradients_and_moments() -> None:
+    parameter = nn.Parameter(torch.zeros(2**22, device="cuda"))
+    optimizer = make_optimizer([parameter], ActorConfig())
+    for _ in range(2):  # the first makes the moments
+        parameter.grad = torch.ones_like(parameter)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < parameter.nbytes / 8
