@@ -1,53 +1,146 @@
 """What a response is worth: `build_reward` makes the configured reward a function of prompts and responses.
 
-A reward model is none: it is a role of the run like the actor, built by `rl_core.models.reward_model`.
+A reward model is none: it is a role of the run like the actor, built by `rl_core.models.reward_model`; `rl_core.scoring` puts
+both together. Nothing is imported here but what a judge's process needs (`rl_core.rewards.worker`).
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config.reward import FunctionReward, ModelReward, ReasoningGymReward, RewardConfig
-from rl_core.rewards import function, model, reasoning_gym
+from rl_core.rewards.judgement import Judgement
 
-if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
+if TYPE_CHECKING:
+    from rl_core.config.reward import RewardConfig
     from rl_core.data.prompts import Prompt
 
-Reward = Callable[["list[Prompt]", list[str]], list[float]]
+__all__ = ["Judgement", "Reward", "build_reward", "probe", "reward_fingerprint"]
+
+Reward = Callable[..., Any]
+"""Prompts, the texts of their responses (without special tokens) and their tokens (end token included) → one judgement each.
+
+Raises RewardError where a response cannot be judged and `on_error` says to stop.
+"""
 
 
-def build_reward(config: RewardConfig) -> Reward | None:
-    """The configured reward: prompts and the texts of their responses → one number each. None for a reward model.
+def build_reward(config: "RewardConfig", answer_column: str | None = None) -> Any:
+    """As `build`, for callers that know no tokens yet: called without `ids`, it gives the scores alone."""
+    reward = build(config, answer_column)
+
+    def either(prompts: "list[Prompt]", responses: list[str], ids: list[list[int]] | None = None) -> Any:
+        assert reward is not None
+        if ids is not None:
+            return reward(prompts, responses, ids)
+        return [judgement.score for judgement in reward(prompts, responses, [[]] * len(responses))]
+
+    return None if reward is None else either
+
+
+def build(config: "RewardConfig", answer_column: str | None = None, field: str = "reward") -> Reward | None:
+    """The configured reward, but for a reward model: None where there is nothing but a model.
+
+    Args:
+        answer_column: `data.answer_column`; a function with TRL's signature gets `ground_truth` under this name too.
+        field: the section, for messages.
 
     Raises:
-        ConfigError: the function's file is missing or broken.
-        RewardError: the function takes other arguments; when called, if a sample cannot be judged.
+        ConfigError: a file, module, function, package or environment variable is missing, or raises when it is imported.
+        RewardError: the function takes other arguments.
     """
-    if isinstance(config, ModelReward):
-        return None
-    if isinstance(config, ReasoningGymReward):
-        return reasoning_gym.Verifier(config)
-    return function.UserFunction(config)
+    from rl_core.config.reward import (
+        FunctionReward,
+        HttpReward,
+        MathReward,
+        ModelReward,
+        ReasoningGymReward,
+        RegexReward,
+        WeightedReward,
+    )
+    from rl_core.rewards.policy import JudgedReward
+
+    def judged(settings: dict[str, Any], name: str) -> Reward:
+        assert isinstance(config, (FunctionReward, MathReward, ReasoningGymReward, RegexReward))
+        return JudgedReward(config, config.kind, settings, name, field)
+
+    match config:
+        case ReasoningGymReward():
+            return judged({"extract": config.extract}, "reasoning-gym's verifier")
+        case FunctionReward():
+            settings = config.model_dump(include={"path", "module", "name", "completions"})
+            name = f"{config.name} in {config.path or config.module}"
+            return judged({**settings, "field": field, "answer_column": answer_column}, name)
+        case MathReward():
+            return judged({"field": field}, "math-verify")
+        case RegexReward():
+            return judged(config.model_dump(include={"pattern", "group", "normalise"}), "the pattern")
+        case HttpReward():
+            from rl_core.rewards.http import HttpEndpoint
+
+            return HttpEndpoint(config, field)
+        case WeightedReward():
+            from rl_core.rewards.weighted import WeightedSum, distinct
+
+            places = {f"{field}.parts[{number}].reward": part for number, part in enumerate(config.parts)}
+            rewards = [build(part.reward, answer_column, place) for place, part in places.items()]
+            names = distinct([getattr(part.reward, "name", part.reward.kind) for part in config.parts])
+            built = zip(names, config.parts, rewards, strict=True)
+            parts = [(name, part.weight, reward) for name, part, reward in built if reward is not None]
+            return WeightedSum(parts) if parts else None
+        case ModelReward():
+            return None
 
 
-def reward_fingerprint(config: RewardConfig) -> dict[str, Any]:
-    """What the reward is, as JSON; imports nothing heavy.
+def reward_fingerprint(config: "RewardConfig", field: str = "reward") -> dict[str, Any]:
+    """What the reward is, as JSON: digests of files, versions of libraries, settings that decide a score; no secret, no limit of
+    time. Imports nothing heavy.
 
     Raises:
-        ConfigError: the function's file is missing or no Python, or reasoning-gym is not installed.
+        ConfigError: the function's file is missing or no Python, or a package is not installed.
         ModelError: there is no such reward model.
     """
-    makers: dict[type, Callable[[Any], dict[str, Any]]] = {
-        ReasoningGymReward: reasoning_gym.fingerprint,
-        FunctionReward: function.fingerprint,
-        ModelReward: model.fingerprint,
-    }
-    return makers[type(config)](config)
+    from rl_core.config.reward import (
+        FunctionReward,
+        HttpReward,
+        MathReward,
+        ModelReward,
+        ReasoningGymReward,
+        RegexReward,
+        WeightedReward,
+    )
+    from rl_core.rewards import function, mathematics, model, reasoning_gym
+
+    match config:
+        case WeightedReward():
+            places = {f"{field}.parts[{number}].reward": part for number, part in enumerate(config.parts)}
+            parts = [[part.weight, reward_fingerprint(part.reward, place)] for place, part in places.items()]
+            return {"kind": "weighted", "parts": parts}
+        case ModelReward():
+            return model.fingerprint(config)
+        case FunctionReward():
+            what = function.fingerprint(config.path, config.module, config.name, config.completions, field)
+        case MathReward():
+            what = {"kind": "math", "version": mathematics.version(field)}
+        case ReasoningGymReward():
+            what = reasoning_gym.fingerprint(config.extract)
+        case RegexReward():
+            what = config.model_dump(mode="json", include={"kind", "pattern", "group", "normalise"})
+        case HttpReward():
+            what = {"kind": "http", "url": config.url}
+    return what | ({"error_value": config.error_value} if config.on_error == "value" else {})
 
 
 def probe(reward: Reward, prompts: "list[Prompt]") -> None:
     """Judge a dummy response to each of these (a few real) prompts, so that a wrong reward is found before a model is loaded.
 
     Raises:
-        RewardError: the reward cannot judge these prompts.
+        RewardError: the reward cannot judge these prompts; also where `on_error = value` would bear that of each of them.
     """
-    reward(prompts, ["The answer is 0."] * len(prompts))
+    from rl_core.errors import RewardError
+
+    judgements = reward(prompts, ["The answer is 0."] * len(prompts), [[0]] * len(prompts))
+    failures = {judgement.failed for judgement in judgements if judgement.failed in ("timeout", "error", "invalid")}
+    if judgements and all(judgement.failed in failures for judgement in judgements):
+        kinds = ", ".join(sorted(map(str, failures)))
+        raise RewardError(
+            f"reward: none of {len(judgements)} responses on trial could be judged ({kinds}); the warning above says why. "
+            "reward.on_error = value is for single responses; mend the reward."
+        )

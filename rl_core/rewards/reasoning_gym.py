@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_core.config.reward import ReasoningGymReward
 from rl_core.data.generate import create, entry_of, version
 from rl_core.digests import canonical
 from rl_core.errors import RewardError
-
-if TYPE_CHECKING:  # fingerprints are taken in runs that need no pyarrow
-    from rl_core.data.prompts import Prompt
+from rl_core.rewards.judgement import Failure, Judgement, Sample
 
 _NUMBER = re.compile(
     r"""(?:(?<![\w.,)\]])[-−])?               # a sign, unless it stands behind an operand: in "10-3" it subtracts
@@ -42,26 +39,29 @@ def _text(text: str) -> str:
 EXTRACT: dict[str, Callable[[str], str]] = {"text": _text, "last_number": last_number, "answer_tag": answer_tag}
 
 
-class Verifier:
+class VerifierJudge:
     """Scores by the verifier of the generator that each prompt came from, with that generator's options."""
 
-    def __init__(self, config: ReasoningGymReward) -> None:
-        self._extract = EXTRACT[config.extract]
+    batched = False
+    home: str | None = None
+
+    def __init__(self, extract: str) -> None:
+        self._extract = EXTRACT[extract]
         self._generators: dict[bytes, Any] = {}
 
-    def __call__(self, prompts: "list[Prompt]", responses: list[str]) -> list[float]:
+    def judge(self, samples: list[Sample]) -> list[Judgement | Failure]:
         """Scores, mostly in [0, 1]; a response that the verifier cannot parse gets 0.
 
         Raises:
             RewardError: a prompt that is not reasoning-gym's.
         """
-        return [self._score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        return [Judgement(self._score(sample)) for sample in samples]
 
-    def _score(self, prompt: "Prompt", response: str) -> float:
-        entry = entry_of(prompt.extra_info)
-        generator = self._generator(prompt.extra_info["generator"], entry)
+    def _score(self, sample: Sample) -> float:
+        entry = entry_of(sample.extra_info)
+        generator = self._generator(sample.extra_info["generator"], entry)
         try:
-            return float(generator.score_answer(self._extract(response), entry))
+            return float(generator.score_answer(self._extract(sample.response), entry))
         except _UNPARSABLE:
             return 0.0
 
@@ -80,6 +80,6 @@ class Verifier:
         return self._generators[key]
 
 
-def fingerprint(config: ReasoningGymReward) -> dict[str, Any]:
+def fingerprint(extract: str) -> dict[str, Any]:
     """Settings and version of reasoning-gym."""
-    return {**config.model_dump(mode="json"), "version": version()}
+    return {"kind": "reasoning_gym", "extract": extract, "version": version()}
