@@ -1,4 +1,4 @@
-"""Metrics of a training in MLflow: best effort, one run however often the training is killed and resumed.
+"""Metrics and sample responses of a training in MLflow: best effort, one run however often it is killed and resumed.
 
 The run is found by its tag `ppoflow.run_key`. A tracking server that does not answer is warned about once; what it missed is
 sent when it answers again, in the same or in a later process.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.home import home
 from tasks.environment import prepare
+from tasks.samples import SamplesTable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,10 +106,11 @@ class Tracking:
         self._params, self._config, self._done, self._fresh = params, config, done, fresh
         self.run_id: str | None = None
         """None until MLflow has answered."""
+        self._samples = SamplesTable(home() / "runs" / run_key / "samples.jsonl")
         self._pending: dict[int, Metrics] = {}
         self._had = 0
         self._retry_at = 0.0
-        self._warned = False
+        self._warned: set[str] = set()
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, counted from 0, unless an earlier process did and it is one of those done then."""
@@ -132,12 +134,22 @@ class Tracking:
                 del self._pending[step]
             if status is not None:
                 client.set_terminated(run_id, status)
+            self._send_samples(client, run_id, last=status is not None)
         except (MlflowException, OSError) as error:  # OSError: the disk's, and those of requests
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            if not self._warned:
-                self._warned = True
-                reason = " ".join(str(error).split())[:200]
-                logger.warning("MLflow does not take the metrics (%s). The training goes on; they are in metrics.jsonl.", reason)
+            self._warn("metrics", error)
+
+    def _send_samples(self, client: "MlflowClient", run_id: str, last: bool) -> None:
+        try:
+            self._samples.send(client, run_id, last)
+        except Exception as error:  # noqa: BLE001 - of whatever stores the artifacts; the metrics go on
+            self._warn("samples", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("MLflow does not take the %s (%s). The training goes on; they are in %s.jsonl.", what, reason, what)
 
     def _open(self, client: "MlflowClient") -> str:
         """Find the run, else make it; returns its id."""

@@ -1,0 +1,1 @@
+"""The commands of `ppoflow` that are loaded when they are called."""
