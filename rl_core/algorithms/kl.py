@@ -6,6 +6,7 @@ drawn from the policy:
     k1 = d                    unbiased, high variance, negative for half of the tokens
     k2 = d² / 2               biased, low variance; its gradient is that of the KL
     k3 = exp(-d) - 1 + d      unbiased, low variance, never negative
+    abs = |d|                 no estimate of the KL, but of a distance (verl has it)
 """
 
 from typing import Literal
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rl_core.algorithms.masked import masked
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "abs"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimator) -> Tensor:
@@ -35,5 +36,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimato
         return difference
     if estimator == "k2":
         return 0.5 * difference.square()
+    if estimator == "abs":
+        return difference.abs()
     clamped = difference.clamp(-20.0, 20.0)
     return ((-clamped).exp() - 1 + clamped).clamp(max=10.0)
