@@ -1,7 +1,6 @@
 """Which rank computes which response, and in what portions. The same responses are in a mini-batch on any number of ranks."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -90,41 +89,3 @@ class BatchPlan:
             f"{self.mini_batch} responses × {self.ppo_epochs} epoch(s) = {self.optimizer_steps} optimizer step(s); on each of "
             f"{parts} data-parallel rank(s) {rows} responses a mini-batch in {portions}"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experience:
-    """What one step's rollout gives to the updates; all tensors are [B, R] over the response tokens."""
-
-    batch: RolloutBatch
-    logprobs: Tensor
-    """Of the policy that generated the responses."""
-    ref_logprobs: Tensor | None
-    """Of the reference policy; None where no KL is charged."""
-    values: Tensor
-    """Of the critic before the updates."""
-    advantages: Tensor
-    returns: Tensor
-
-    def select(self, rows: Tensor) -> "Experience":
-        """The given rows, as narrow as they allow; without rows, one dummy row of no weight."""
-        part = self.batch.select(rows) if len(rows) else self.batch.select(rows).pad_rows(1)
-        blank = torch.zeros(len(part), part.width, device=part.input_ids.device)
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[rows, : part.width] if len(rows) else blank
-
-        return Experience(
-            batch=part,
-            logprobs=cut(self.logprobs),
-            ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
-            values=cut(self.values),
-            advantages=cut(self.advantages),
-            returns=cut(self.returns),
-        )
-
-    def mini_batches(self, plan: BatchPlan) -> "Iterator[Experience]":
-        """The mini-batches in the order of the samples, `ppo_epochs` times over."""
-        rows = torch.arange(len(self.batch)).split(plan.mini_batch)
-        for _ in range(plan.ppo_epochs):
-            yield from map(self.select, rows)

@@ -1,6 +1,7 @@
 """The largest micro-batch that can come, tried before the first step, so that a lack of memory shows now and not hours in."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -14,9 +15,9 @@ from rl_core.rollout.batch import PAD_ID, RolloutBatch
 
 
 def try_largest_batch(
-    actor: Learner, critic: Learner, plan: BatchPlan, prompt: int, response: int, temperature: float, device: torch.device
+    learners: Iterable[Learner], plan: BatchPlan, prompt: int, response: int, temperature: float, device: torch.device
 ) -> None:
-    """One forward and backward of actor and critic beside their optimizers' moments. Changes nothing. Collective over each role.
+    """One forward and backward of each beside its optimizer's moments. Changes nothing. Collective over each role.
 
     Args:
         prompt, response: tokens of the longest that can come.
@@ -25,9 +26,12 @@ def try_largest_batch(
     Raises:
         torch.OutOfMemoryError: it does not fit; `rl_core.entry` says what needs less.
     """
-    for learner in (actor, critic):
-        if learner.optimizer is None:
-            continue
+    learners = [learner for learner in learners if learner.optimizer is not None]
+    for learner in learners:  # of all, before any is tried: the one is updated beside the moments of the other
+        with learner.loaded(optimizer=True):
+            optimizer_tensors(learner.module, learner.optimizer)
+            compress(learner.optimizer)
+    for learner in learners:
         rows = min(plan.micro_batch, math.ceil(plan.mini_batch / learner.group.data_parallel))
         if plan.micro_tokens is not None:
             rows = max(1, plan.micro_tokens // (prompt + response))
@@ -40,10 +44,10 @@ def try_largest_batch(
             device,
         )
         with stall.phase(f"trying the largest batch of the {learner.name}"), learner.loaded(optimizer=True):
-            optimizer_tensors(learner.module, learner.optimizer)  # made where they are not there yet
-            compress(learner.optimizer)
-            more = (temperature, True) if learner is actor else ()
-            result = learner.module(*inputs(batch), *more)
-            total = result[0].sum() + result[1].sum() if learner is actor else result.sum()
+            if learner.name == "actor":
+                logprobs, entropy = learner.module(*inputs(batch), temperature, True)
+                total = logprobs.sum() + entropy.sum()
+            else:
+                total = learner.module(*inputs(batch)).sum()
             learner.backward(total * 0.0, last=True)
             learner.optimizer.zero_grad(set_to_none=True)

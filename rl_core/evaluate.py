@@ -18,13 +18,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rl_core import algorithms, phases, stall
 from rl_core.batching import BatchPlan
 from rl_core.config import Config, load_config
+from rl_core.config.reward import model_of, with_model
 from rl_core.config.roles import MappingConfig, RoleConfig
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
@@ -40,8 +41,10 @@ from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.rollout.sync import sync_weights
+from rl_core.scoring import Scorer
 from rl_core.validation import answers, held_out
 
+R = TypeVar("R", bound=RoleConfig)
 Z95 = 1.959964
 """97.5 % quantile of the standard normal distribution."""
 
@@ -72,8 +75,8 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     chosen = held_out(prompts, settings.prompts)
     seed_global_generators(settings.seed, world.rank)
     config = on_all_ranks(config)
-    reward = build_reward(config.reward)
-    roles: list[RoleName] = ["actor"] if reward is not None else ["actor", "reward"]
+    reward = build_reward(config.reward, config.data.answer_column)
+    roles: list[RoleName] = ["actor"] if model_of(config.reward) is None else ["actor", "reward"]
     groups = make_groups(config, roles, world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
 
@@ -87,11 +90,11 @@ def evaluate(config: Config, model: Path, reference: Path, prompts: Prompts, wor
     stop_ids = stop_ids_of(model, tokenizer, config.model.trust_remote_code)
     batch = answers(engine, policy, chosen, config, stop_ids, world.device)
     stall.enter("judging the answers")
-    if reward is not None:
-        scores = phases.score(reward, tokenizer, chosen, batch, 1, world)
-    else:
-        judge = build_reward_model(config, groups["reward"], world.device, tokenizer)
-        scores = phases.score_by_model(Role("reward", judge, groups["reward"], config, world.device), batch, plan)
+    judge = None
+    if "reward" in groups:
+        module = build_reward_model(config, groups["reward"], world.device, tokenizer)
+        judge = Role("reward", module, groups["reward"], config, world.device)
+    scores = Scorer(config, tokenizer, world, reward, judge)(chosen, batch, n=1).total
     stall.enter("measuring the KL")
     divergence = torch.zeros(len(batch))
     if model != reference:
@@ -110,10 +113,14 @@ def on_all_ranks(config: Config) -> Config:
     """One model at a time is evaluated, sharded over all ranks alike, wherever and however training places its roles."""
     layout = {"strategy": "fsdp", "hsdp_group_size": None, "ulysses_sequence_parallel_size": 1}
     changes: dict[str, Any] = {"model_mapping": MappingConfig(), "fsdp": config.fsdp.model_copy(update=layout)}
-    for section in ("actor", "reward"):
-        role = getattr(config, section)
-        if isinstance(role, RoleConfig):
-            changes[section] = role.model_copy(update={"fsdp": role.fsdp.model_copy(update=layout)})
+
+    def alike(role: R) -> R:
+        return role.model_copy(update={"fsdp": role.fsdp.model_copy(update=layout)})
+
+    changes["actor"] = alike(config.actor)
+    judge = model_of(config.reward)
+    if judge is not None:
+        changes["reward"] = with_model(config.reward, alike(judge))
     return config.model_copy(update=changes)
 
 

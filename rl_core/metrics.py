@@ -6,13 +6,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_core import memory, stall
 from rl_core.distributed import World
 from rl_core.rollout.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from rl_core.scoring import Scores
 
 
 class Timer:
@@ -78,9 +81,11 @@ class StepStatistics:
         for name, value in values.items():
             self.mean(f"{prefix}/{name}", value, 1)
 
-    def rollout(self, batch: RolloutBatch, scores: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def rollout(self, batch: RolloutBatch, scores: "Scores", logprobs: torch.Tensor) -> None:
         """Lengths and scores per response, and how far the rollout's log-probabilities are from the trainer's."""
-        self.per_sample("critic/score", scores)
+        self.per_sample("critic/score", scores.total)
+        for name, values in scores.metrics.items():
+            self.per_sample(name, values)
         self.per_sample("prompt_length", batch.prompt_length)
         self.per_sample("response_length", batch.response_length)
         self.per_sample("response_length/truncated", batch.truncated)

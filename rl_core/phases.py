@@ -10,13 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core import algorithms
-from rl_core.batching import BatchPlan, Experience
-from rl_core.config import Config
+from rl_core.batching import BatchPlan
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World
-from rl_core.metrics import StepStatistics
-from rl_core.rewards import Reward
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
@@ -68,37 +64,6 @@ def generate(
     return whole.select(whole.sample_index.argsort()).to(device)
 
 
-def score(reward: Reward, tokenizer: Any, prompts: list[Prompt], batch: RolloutBatch, n: int, world: World) -> Tensor:
-    """Rewards [B] of all responses by a function, empty ones included. The ranks share the work. Collective.
-
-    Raises:
-        RewardError: a response cannot be judged (on all ranks).
-    """
-    mine = list(range(world.rank, len(batch), world.size))
-    responses = batch.responses
-    texts = tokenizer.batch_decode([responses[row] for row in mine], skip_special_tokens=True)
-    rewards = together(lambda: reward([prompts[row // n] for row in mine], texts))
-    scores = torch.zeros(len(batch), device=batch.input_ids.device)
-    scores[mine] = torch.tensor(rewards, dtype=torch.float32, device=scores.device)
-    dist.all_reduce(scores)
-    return scores
-
-
-@torch.no_grad()
-def score_by_model(role: Role, batch: RolloutBatch, plan: BatchPlan) -> Tensor:
-    """Rewards [B] of all responses by a reward model. Collective."""
-    scores = torch.zeros(len(batch), device=batch.input_ids.device)
-    if role.module is not None:
-        portions = plan.portions(batch, role.group.data_parallel, role.group.part)
-        parts = [portion(batch, rows) for rows in portions]
-        model = role.module
-        encoded = together(lambda: [model.encode(part.prompts, part.responses) for part in parts], role.group.process_group)
-        with role.loaded():
-            for rows, inputs_ in zip(portions, encoded, strict=True):
-                scores[rows] = model(*inputs_)[: len(rows)]
-    return role.share(scores)
-
-
 def records(tokenizer: Any, prompts: list[Prompt], batch: RolloutBatch, scores: Tensor, n: int) -> list[dict[str, Any]]:
     """The responses of a batch whose first rows answer the first prompts, readable."""
     texts = tokenizer.batch_decode(batch.responses, skip_special_tokens=True)
@@ -137,33 +102,6 @@ def state_values(role: Role, batch: RolloutBatch, plan: BatchPlan) -> Tensor:
                 part = portion(batch, rows)
                 result[rows, : part.width] = role.module(*inputs(part))[: len(rows)]
     return role.share(result)
-
-
-def make_experience(
-    batch: RolloutBatch,
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    values: Tensor,
-    config: Config,
-    stats: StepStatistics,
-) -> Experience:
-    """Token rewards (the score at the end, the KL at each token), GAE, whitening over all responses of the step."""
-    algorithm, mask, charged = config.algorithm, batch.mask, None
-    if ref_logprobs is not None:
-        divergence = algorithms.kl(logprobs, ref_logprobs, mask, config.kl_estimator)
-        stats.token_mean("actor/reference_kl", divergence, mask)
-        charged = divergence if algorithm.kl_in == "reward" else None
-    rewards = algorithms.token_rewards(scores, charged, algorithm.kl_coef, mask)
-    advantages, returns = algorithms.gae(rewards, values, mask, algorithm.gamma, algorithm.lam)
-    if algorithm.whitens:
-        advantages = algorithms.whiten(advantages, mask)
-    stats.per_sample("critic/rewards", rewards.sum(dim=1))
-    for name, tensor in {"values": values, "advantages": advantages, "returns": returns}.items():
-        stats.token_mean(f"critic/{name}/mean", tensor, mask)
-    return Experience(
-        batch=batch, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values, advantages=advantages, returns=returns
-    )
 
 
 def portion(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:

@@ -1,27 +1,29 @@
 """The PPO loop. Each line of `train` is a phase; what a phase does is in `rl_core.phases` and `rl_core.updates`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from rl_core import phases, stall
+from rl_core import algorithms, phases, stall
 from rl_core.batching import BatchPlan
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config
 from rl_core.data.prompts import Prompt, Prompts
 from rl_core.distributed import World, seed_global_generators
 from rl_core.errors import Interrupted
+from rl_core.experience import make_experience, reference_kl
 from rl_core.learner import Learner
 from rl_core.metrics import RunLog, StepStatistics, Timer, mean_and_deviation
 from rl_core.models.tensors import optimizer_tensors, trained_tensors
 from rl_core.optimizers import compress
-from rl_core.rewards import Reward
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sync import sync_weights
+from rl_core.scoring import Scorer
 from rl_core.updates import update_actor, update_critic
 from rl_core.validation import validate
 
@@ -40,10 +42,10 @@ class Run:
     eval_prompts: Prompts
     tokenizer: Any
     stop_ids: set[int]
-    reward: Reward | Role
-    """A function, or a reward model."""
+    score: Scorer
     actor: Learner
-    critic: Learner
+    critic: Learner | None
+    """None where the estimator needs no values."""
     reference: Role | None
     engine: RolloutEngine | None
     """On the actor's ranks."""
@@ -56,18 +58,25 @@ class Run:
     identity: dict[str, Any]
     """What the key is the digest of."""
     log: RunLog
+    kl_coef: float
+    """Weight of the KL to the reference in the next step."""
     first_step: int = 0
 
-    def generate(self, prompts: list[Prompt], step: int) -> RolloutBatch:
-        """The step's responses, by the policy as it is now. Collective."""
+    @property
+    def learners(self) -> list[Learner]:
+        """What is trained."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> RolloutBatch:
+        """The step's responses by the policy as it is now, or to each prompt that of the likeliest tokens. Collective."""
         rollout = self.config.rollout
         return phases.generate(
             self.engine,
             self.actor,
             prompts,
-            n=rollout.n,
+            n=1 if greedy else rollout.n,
             max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
+            temperature=0.0 if greedy else rollout.temperature,
             seed=self.config.trainer.seed,
             step=step,
             stop_ids=self.stop_ids,
@@ -75,18 +84,12 @@ class Run:
             device=self.world.device,
         )
 
-    def score(self, prompts: list[Prompt], batch: RolloutBatch, n: int) -> Tensor:
-        """[B] rewards of `n` responses to each prompt. Collective."""
-        if isinstance(self.reward, Role):
-            return phases.score_by_model(self.reward, batch, self.plan)
-        return phases.score(self.reward, self.tokenizer, prompts, batch, n, self.world)
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint that this rank has a part of: what is trained and its optimizer moments, sharded, under
         dotted names."""
         return {
             f"{learner.name}{kind}.{name}": tensor
-            for learner in (self.actor, self.critic)
+            for learner in self.learners
             if learner.optimizer is not None
             for kind, tensors in (
                 ("", trained_tensors(learner.module)),
@@ -97,29 +100,37 @@ class Run:
 
     def save(self, steps_done: int) -> None:
         """Commit a checkpoint after so many steps (a collective)."""
-        learners = [learner for learner in (self.actor, self.critic) if learner.group.rank == 0]
+        learners = [learner for learner in self.learners if learner.group.rank == 0]
         parts = self.world.gather({learner.name: learner.state for learner in learners})
         state = {
             "step": steps_done,
             "learners": {name: state for part in parts for name, state in part.items()},
+            "kl_coef": self.kl_coef,
             "ranks": self.world.size,
             "identity": self.identity,
         }
-        with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
+        with self._loaded():
             self.checkpoints.save(steps_done, self.tensors(), state, self.key)
             self._compress()
 
     def restore(self, artifact: Any) -> None:
         """Go on from a committed checkpoint (a collective)."""
-        with self.actor.loaded(optimizer=True), self.critic.loaded(optimizer=True):
+        with self._loaded():
             state = self.checkpoints.load(artifact, self.tensors())
             self._compress()
-        self.first_step = state["step"]
-        for learner in (self.actor, self.critic):
+        self.first_step, self.kl_coef = state["step"], state["kl_coef"]
+        for learner in self.learners:
             learner.restore(state["learners"][learner.name])
 
+    @contextmanager
+    def _loaded(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for learner in self.learners:
+                stack.enter_context(learner.loaded(optimizer=True))
+            yield
+
     def _compress(self) -> None:
-        for learner in (self.actor, self.critic):
+        for learner in self.learners:
             if learner.optimizer is not None:
                 compress(learner.optimizer)
 
@@ -132,6 +143,7 @@ def train(run: Run) -> None:
     """
     config, world, plan, log = run.config, run.world, run.plan, run.log
     seed, temperature, n = config.trainer.seed, config.rollout.temperature, config.rollout.n
+    first_update = config.actor_starts_at
     for step in range(run.first_step, run.total_steps):
         timer, stats = Timer(step), StepStatistics(world.is_main)
         seed_global_generators(seed, step, world.rank)
@@ -147,23 +159,32 @@ def train(run: Run) -> None:
         log.line(f"{where} Rollout completed, generated {plan.responses} sequences")
         with timer("reward"):
             scores = run.score(prompts, batch, n)
-        mean, deviation = mean_and_deviation(scores)
+        mean, deviation = mean_and_deviation(scores.total)
         log.line(f"{where} Reward computed, mean: {mean:.3f}, std: {deviation:.3f}")
+        baseline = None
+        if config.algorithm.needs.greedy:
+            with timer("greedy"):
+                baseline = run.score(prompts, run.generate(prompts, step, greedy=True), n=1).total
         with timer("old_log_prob"):
             logprobs = phases.log_probabilities(run.actor, batch, plan, temperature)
         with timer("ref"):
             reference = run.reference
             ref_logprobs = None if reference is None else phases.log_probabilities(reference, batch, plan, temperature)
         with timer("values"):
-            values = phases.state_values(run.critic, batch, plan)
+            values = None if run.critic is None else phases.state_values(run.critic, batch, plan)
         with timer("adv"):
-            experience = phases.make_experience(batch, scores, logprobs, ref_logprobs, values, config, stats)
+            experience = make_experience(
+                batch, scores, baseline, logprobs, ref_logprobs, values, run.kl_coef, config, stats
+            )  # fmt: skip
 
         for number, mini in enumerate(experience.mini_batches(plan), start=step * plan.optimizer_steps):
-            with timer("update_critic"):
-                update_critic(run.critic, mini, plan, config, stats, number)
-            with timer("update_actor"):
-                update_actor(run.actor, mini, plan, config, stats, number)
+            if run.critic is not None:
+                with timer("update_critic"):
+                    update_critic(run.critic, mini, plan, config, stats, number)
+            if step >= first_update:
+                with timer("update_actor"):
+                    update_actor(run.actor, mini, plan, config, run.kl_coef, stats, number - first_update * plan.optimizer_steps)
+        run.kl_coef = algorithms.next_kl_coef(run.kl_coef, reference_kl(experience, config), plan.responses, config.algorithm)
 
         stats.rollout(batch, scores, logprobs)
         metrics = stats.merge(world, timer)
@@ -173,7 +194,7 @@ def train(run: Run) -> None:
             with stall.phase("validation", step):
                 metrics |= validate(run)
         first = range(min(SAMPLES_LOGGED, len(batch)))
-        log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores[list(first)], n))
+        log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores.total[list(first)], n))
         stop = stop or world.any(run.stopping())
         if stop or last or (step + 1) % config.checkpoint.save_steps == 0:
             with stall.phase("saving", step):

@@ -51,6 +51,7 @@ from rl_core.rewards import build_reward, probe
 from rl_core.role import Role
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.stop_ids import stop_ids_of
+from rl_core.scoring import Scorer
 from rl_core.together import together
 
 PROBED_PROMPTS = 4
@@ -94,11 +95,11 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
     plan, prompts, trusted = BatchPlan.of(config), Prompts(dataset.path, "train"), config.model.trust_remote_code
     tokenizer = load_tokenizer_dir(base.path, trusted)
-    reward = build_reward(config.reward)
+    reward = build_reward(config.reward, config.data.answer_column)
     if reward is not None:
         function = reward
         together(lambda: probe(function, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
-    else:
+    if "reward" in config.roles():
         together(lambda: check_reward_model(config, world.device, tokenizer))
     checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
     latest = checkpoints.latest()
@@ -112,9 +113,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     set_timeouts(config.launch.dist_timeout_s)
     log = RunLog(output, world, total, latest.results["step"] if latest else 0, "console" in config.trainer.logger)
     log.line(plan.describe(groups["actor"].data_parallel))
-    actor, critic, reference, judge, engine = _models(config, base, groups, world, tokenizer, total * plan.optimizer_steps)
-    judged_by = judge or reward
-    assert judged_by is not None, "a function, or else a model"
+    actor, critic, reference, judge, engine = _models(config, base, groups, world, tokenizer, total, plan)
     run = Run(
         config=config,
         world=world,
@@ -123,7 +122,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         eval_prompts=Prompts(dataset.path, "eval"),
         tokenizer=tokenizer,
         stop_ids=stop_ids_of(base.path, tokenizer, trusted),
-        reward=judged_by,
+        score=Scorer(config, tokenizer, world, reward, judge),
         actor=actor,
         critic=critic,
         reference=reference,
@@ -134,19 +133,20 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         key=key,
         identity=identity,
         log=log,
+        kl_coef=config.algorithm.kl_coef,
     )
     if latest is not None:
         run.restore(latest)
         run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
     if world.device.type == "cuda":  # elsewhere memory is not so short, and time is
         longest, most = dataset.results["prompt_length"]["max"], config.rollout.max_new_tokens
-        try_largest_batch(actor, critic, plan, longest, most, config.rollout.temperature, world.device)
+        try_largest_batch(run.learners, plan, longest, most, config.rollout.temperature, world.device)
     return run
 
 
 def _models(
-    config: Config, base: Artifact, groups: dict[RoleName, Group], world: World, tokenizer: Any, optimizer_steps: int
-) -> tuple[Learner, Learner, Role | None, Role | None, RolloutEngine | None]:
+    config: Config, base: Artifact, groups: dict[RoleName, Group], world: World, tokenizer: Any, steps: int, plan: BatchPlan
+) -> tuple[Learner, Learner | None, Role | None, Role | None, RolloutEngine | None]:
     """Actor, critic, reference, reward model and rollout engine: what this rank has a part of, the others empty."""
     device = world.device
 
@@ -156,11 +156,17 @@ def _models(
     def role(name: RoleName, make: Callable[[Group], Any]) -> Role | None:
         return Role(name, mine(name, make), groups[name], config, device) if name in groups else None
 
-    actor = mine("actor", lambda group: build_policy(base.path, config, "actor", group, device, trainable=True))
-    critic = mine("critic", lambda group: build_critic(base.path, config, group, device))
+    def learner(name: RoleName, make: Callable[[Group], Any], steps: int) -> Learner:
+        return Learner(name, mine(name, make), groups[name], config, device, steps * plan.optimizer_steps)
+
+    critic = None
+    if "critic" in groups:
+        critic = learner("critic", lambda group: build_critic(base.path, config, group, device), steps)
+    actor_steps = steps - config.actor_starts_at
+    actor = learner("actor", lambda group: build_policy(base.path, config, "actor", group, device, trainable=True), actor_steps)
     return (
-        Learner("actor", actor, groups["actor"], config, device, optimizer_steps),
-        Learner("critic", critic, groups["critic"], config, device, optimizer_steps),
+        actor,
+        critic,
         role("ref", lambda group: build_policy(base.path, config, "ref", group, device, trainable=False)),
         role("reward", lambda group: build_reward_model(config, group, device, tokenizer)),
         mine("actor", lambda _: RolloutEngine(base.path, usable_dtype(config, "actor", device), device, config.model)),

@@ -51,7 +51,7 @@ def validate(run: "Run") -> dict[str, float]:
         with run.actor.loaded():
             sync_weights(run.actor.module, run.engine)
     batch = answers(run.engine, run.actor, chosen, config, run.stop_ids, run.world.device)
-    scores = run.score(chosen, batch, n=1)
+    scores = run.score(chosen, batch, n=1).total
     return {
         "val/reward/mean": float(scores.double().mean()),
         "val/accuracy": float((scores >= settings.success_reward).double().mean()),

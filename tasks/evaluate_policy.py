@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rl_core.config import Config
-from rl_core.config.reward import ModelReward
+from rl_core.config.reward import model_of
 from rl_core.errors import ConfigError
 from tasks import report
 from tasks.caching import stage_task
@@ -58,7 +58,7 @@ def model_keys(
     del settings["samples"]
     computed = {"torch_dtype": config.dtype_of("actor"), "fsdp": config.fsdp_of("actor").identity()}
     shared = {"evaluation": settings, "attention": config.model.attn_implementation, **computed}
-    if isinstance(config.reward, ModelReward):
+    if model_of(config.reward) is not None:
         shared["reward"] = {"torch_dtype": config.dtype_of("reward"), "fsdp": config.fsdp_of("reward").identity()}
     inputs = {"dataset": dataset.digest, "reference": base.digest, "reward": reward_fingerprint(config.reward)}
     return {name: MODEL_STAGE.key(shared, inputs | {"model": digest}) for name, digest in models.items()}

@@ -49,7 +49,8 @@ class UserEstimator(Section):
 
 
 class UserPolicyLoss(Section):
-    """Your own policy loss: a function `(update, algorithm) -> (loss, sums)`, as those in `rl_core/algorithms/policy_losses.py`."""
+    """Your own policy loss: a function `(update, algorithm) -> (loss, sums)`, as those in
+    `rl_core/algorithms/policy_losses.py`."""
 
     path: Runtime[str]
     """The Python file. Its content, not its path, enters the keys."""

@@ -7,12 +7,22 @@ from typing import Any
 
 from rl_core.config.data import DataConfig, ReasoningGymSource
 from rl_core.config.fsdp import FsdpConfig
-from rl_core.config.reward import ModelReward
+from rl_core.config.reward import ModelReward, WeightedReward, model_of, with_model
 from rl_core.config.schema import Config, Role
 
 ADAMW = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 SCHEDULE = ("lr_scheduler_type", "warmup_steps", "min_lr_ratio")
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "cliprange_value")
+LOSSES = {
+    "ppo": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    "gspo": ("clip_ratio_low", "clip_ratio_high"),
+    "cispo": ("clip_ratio_low", "clip_ratio_high"),
+    "gpg": (),
+    "clip_cov": ("clip_ratio_low", "clip_ratio_high", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("kl_cov_ratio", "kl_cov_coef"),
+}
+"""The keys that each policy loss reads."""
+OF_LOSSES = sorted({key for keys in LOSSES.values() for key in keys})
 OFFLOADS = ("param_offload", "optimizer_offload", "offload_policy", "activation_cpu_offload")
 TRAINING_ONLY = (
     "optimizer_offload",
@@ -29,9 +39,9 @@ Case = tuple[bool, Sequence[str], str]
 
 def without_effect(config: Config, ranks: int, on_gpu: bool) -> list[str]:
     """One sentence per key whose value is not the default and changes nothing in a run on so many ranks in all."""
-    reward = config.reward
-    if isinstance(reward, ModelReward):
-        reward = ModelReward(kind="model", name_or_path=reward.name_or_path)
+    reward, judge = config.reward, model_of(config.reward)
+    if judge is not None:
+        reward = with_model(reward, ModelReward(kind="model", name_or_path=judge.name_or_path))
     default = Config(model=config.model, reward=reward, data=config.data)
     said = [
         f"{key} has no effect {because}"
@@ -82,10 +92,31 @@ def _cases(config: Config, on_gpu: bool) -> Iterator[Case]:
         [f"algorithm.{key}" for key in CLIPS],
         "with one optimizer step for each batch of responses: the policy that is updated is the one that answered",
     )
+    estimator, loss = algorithm.adv_estimator, algorithm.policy_loss
+    if not algorithm.needs.critic:
+        no_critic = f"with algorithm.adv_estimator = {estimator}: there is no critic"
+        yield True, ["algorithm.cliprange_value", "algorithm.critic_warmup", "critic", "model_mapping.critic"], no_critic
+    if isinstance(estimator, str):
+        discounted = estimator in ("gae", "reinforce_plus_plus")
+        yield not discounted, ["algorithm.gamma"], f"with algorithm.adv_estimator = {estimator}"
+        yield estimator != "gae", ["algorithm.lam"], f"with algorithm.adv_estimator = {estimator}"
+        yield estimator != "grpo", ["algorithm.norm_adv_by_std_in_grpo"], f"with algorithm.adv_estimator = {estimator}"
+    if isinstance(loss, str):
+        unread = [key for key in OF_LOSSES if key not in LOSSES[loss]]
+        yield True, [f"algorithm.{key}" for key in unread], f"with algorithm.policy_loss = {loss}"
+    normed = algorithm.aggregation == "seq-mean-token-sum-norm"
+    yield not normed, ["algorithm.loss_scale_factor"], f"with algorithm.loss_agg_mode = {algorithm.aggregation}"
+    yield algorithm.rollout_is == "none", ["algorithm.rollout_is_threshold"], "with algorithm.rollout_is = none"
+    fixed = algorithm.kl_controller == "fixed"
+    yield fixed, ["algorithm.kl_target", "algorithm.kl_horizon"], "with algorithm.kl_controller = fixed"
     no_kl = algorithm.kl_in == "none"
-    yield no_kl, ["algorithm.kl_coef", "algorithm.kl_estimator"], "with algorithm.kl_in = none"
+    yield (
+        no_kl,
+        [f"algorithm.kl_{key}" for key in ("coef", "estimator", "controller", "target", "horizon")],
+        "with algorithm.kl_in = none",
+    )
     yield no_kl, ["ref_model", "model_mapping.ref"], "with algorithm.kl_in = none: no reference model is built"
-    yield not isinstance(config.reward, ModelReward), ["model_mapping.reward"], f"with reward.kind = {config.reward.kind}"
+    yield model_of(config.reward) is None, ["model_mapping.reward"], f"with reward.kind = {config.reward.kind}"
     dtype = config.fsdp_of("ref").mixed_precision.param_dtype or reference.torch_dtype
     yield (
         not no_kl
@@ -95,7 +126,8 @@ def _cases(config: Config, on_gpu: bool) -> Iterator[Case]:
     )
     for role in config.roles():
         section, own = _section(role), config.fsdp_of(role).mixed_precision.param_dtype
-        yield own is not None, [f"{section}.torch_dtype"], f"beside mixed_precision.param_dtype = {own}"
+        named = own is not None and not isinstance(config.reward, WeightedReward)
+        yield named, [f"{section}.torch_dtype"], f"beside mixed_precision.param_dtype = {own}"
     for name, trained in (("actor", config.actor), ("critic", config.critic)):
         still = trained.learning_rate == 0
         yield still, [f"{name}.{key}" for key in (*ADAMW, *SCHEDULE)], f"with {name}.learning_rate = 0"

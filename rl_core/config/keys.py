@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from types import NoneType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -15,12 +14,12 @@ from rl_core.config.schema import Config
 def leaves(model: type[BaseModel] = Config, above: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """The keys that hold values, in the schema's order.
 
-    Where a section comes in kinds, the kind stands in brackets (`data.source[hub].name`). A section that may be null is one of
-    them too, before its own (`actor.lora`, `actor.lora.rank`, …).
+    Where a section comes in kinds, the kind stands in brackets (`data.source[hub].name`). What may be a section or a value (null
+    too) is one of them, before its own (`actor.lora`, `actor.lora.rank`, …).
     """
     for name, field in model.model_fields.items():
         dotted, below = f"{above}{name}", sections(field.annotation)
-        if not below or NoneType in get_args(field.annotation):
+        if not below or not all(map(sections, get_args(field.annotation))):
             yield dotted, field
         for section in below:
             kind = kind_of(section)

@@ -11,7 +11,7 @@ from rl_core.config.data import DataConfig, ReasoningGymSource
 from rl_core.config.evaluation import EvaluationConfig, RegistryConfig
 from rl_core.config.fsdp import FsdpConfig
 from rl_core.config.model import ModelConfig
-from rl_core.config.reward import ModelReward, ReasoningGymReward, RewardConfig
+from rl_core.config.reward import ReasoningGymReward, RewardConfig, model_of
 from rl_core.config.roles import ActorConfig, CriticConfig, MappingConfig, ReferenceConfig, RoleConfig
 from rl_core.config.rollout import RolloutConfig
 from rl_core.config.trainer import CheckpointConfig, LaunchConfig, TrainerConfig
@@ -54,6 +54,15 @@ class Config(Section):
             raise ValueError(
                 f"model.attn_implementation = flash_attention_2 computes in 16 bits only, but {' and '.join(exact)} would "
                 "compute in float32 (torch_dtype); use sdpa, or bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compared_responses(self) -> "Config":
+        if self.algorithm.needs.group and self.rollout.n < 2:
+            raise ValueError(
+                f"algorithm.adv_estimator = {self.algorithm.adv_estimator} compares the responses to one prompt, and rollout.n = "
+                f"{self.rollout.n}; set rollout.n to 2 or more"
             )
         return self
 
@@ -117,9 +126,14 @@ class Config(Section):
         return self.trainer.ppo_mini_batch_size or self.samples_per_step
 
     @property
-    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+    def kl_estimator(self) -> Literal["k1", "k2", "k3", "abs"]:
         """The KL estimator in force."""
         return self.algorithm.kl_estimator or ("k3" if self.algorithm.kl_in == "loss" else "k1")
+
+    @property
+    def actor_starts_at(self) -> int:
+        """The first step in which the actor is updated."""
+        return self.algorithm.critic_warmup if self.algorithm.needs.critic else 0
 
     @property
     def eval_max_new_tokens(self) -> int:
@@ -128,18 +142,19 @@ class Config(Section):
 
     def roles(self) -> list[Role]:
         """The roles that a run has."""
-        roles: list[Role] = ["actor", "critic"]
+        roles: list[Role] = ["actor", "critic"] if self.algorithm.needs.critic else ["actor"]
         if self.algorithm.kl_in != "none":
             roles.append("ref")
-        if isinstance(self.reward, ModelReward):
+        if model_of(self.reward) is not None:
             roles.append("reward")
         return roles
 
     def role(self, role: Role) -> RoleConfig:
         """The section of a role."""
         sections: dict[str, RoleConfig] = {"actor": self.actor, "critic": self.critic, "ref": self.ref_model}
-        if isinstance(self.reward, ModelReward):
-            sections["reward"] = self.reward
+        judge = model_of(self.reward)
+        if judge is not None:
+            sections["reward"] = judge
         return sections[role]
 
     def fsdp_of(self, role: Role) -> FsdpConfig:
@@ -164,11 +179,11 @@ class Config(Section):
         parts = ("model", "rollout", "algorithm", "trainer", "reward")
         roles: tuple[Role, ...] = ("actor", "critic", "ref")
         identity = {name: getattr(self, name).identity() for name in parts}
-        for role in roles:
+        for role in (role for role in roles if role in self.roles()):
             identity[role] = self.role(role).identity() | {"fsdp": self.fsdp_of(role).identity()}
             if identity[role].get("lr_scheduler_type", "constant") != "constant":
                 identity["length"] = [self.trainer.max_steps, self.trainer.num_train_epochs]
-        if isinstance(self.reward, ModelReward):
+        if model_of(self.reward) is not None:
             identity["reward"]["fsdp"] = self.fsdp_of("reward").identity()
         return identity
 

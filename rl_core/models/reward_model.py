@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.config import Config
-from rl_core.config.reward import ModelReward
+from rl_core.config.reward import model_of
 from rl_core.errors import ModelError
 from rl_core.groups import Group
 from rl_core.models import build, reward_weights
@@ -114,8 +114,8 @@ def _read(
     config: Config, device: torch.device, policy_tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[ModelSource, str, "PreTrainedModel", nn.Module | None, RewardTokens]:
     """Where the model is, its Auto class, the model on the meta device, its head (None: it has none) and the way to its ids."""
-    settings = config.reward
-    assert isinstance(settings, ModelReward)
+    settings = model_of(config.reward)
+    assert settings is not None
     source = reward_files.files(settings)
     described = model_config(source.directory, settings.trust_remote_code, section="reward")
     if getattr(described, "quantization_config", None) is not None:

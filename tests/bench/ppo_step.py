@@ -37,8 +37,10 @@ from rl_core.metrics import RunLog
 from rl_core.models import build
 from rl_core.models.local import local
 from rl_core.ppo import Run, train
+from rl_core.rewards import Judgement
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
+from rl_core.scoring import Scorer
 
 
 def _shape(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, groups: int, tied: bool) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def _shape(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, gr
 SHAPES = {
     "tiny": _shape(512, 64, 128, 2, 4, 2, True),
     "qwen2-1.5b": _shape(151936, 1536, 8960, 28, 12, 2, True),
+    "qwen2.5-3b": _shape(151936, 2048, 11008, 36, 16, 2, True),
     "qwen2-7b": _shape(152064, 3584, 18944, 28, 28, 4, False),
 }
 KEPT = (
@@ -146,20 +149,20 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
     set_timeouts(config.launch.dist_timeout_s)
     plan, total = BatchPlan.of(config), options.warm + options.steps
     artifact = Artifact(base, {"digest": "random"})
-    models = training._models(config, artifact, groups, world, Ids(), total * plan.optimizer_steps)
+    models = training._models(config, artifact, groups, world, Ids(), total, plan)
     actor, critic, reference, judge, engine = models
     built = torch.cuda.memory_allocated() / 2**30 if on_gpu else 0.0
     prompts = Synthetic(plan.prompts * total, options.prompt_tokens, SHAPES[options.shape]["vocab_size"])
     output = Path(tempfile.mkdtemp(dir=scratch))
     run = Unsaved(
         config=config, world=world, plan=plan, prompts=prompts, eval_prompts=prompts, tokenizer=Ids(), stop_ids=set(),  # type: ignore[arg-type]
-        reward=judge or _reward, actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None,  # type: ignore[arg-type]
-        stopping=lambda: False, total_steps=total, key="bench", identity={}, log=RunLog(output, world, total, 0),
+        score=Scorer(config, Ids(), world, None if judge else _reward, judge), actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None,  # type: ignore[arg-type]
+        stopping=lambda: False, total_steps=total, key="bench", kl_coef=config.algorithm.kl_coef, identity={}, log=RunLog(output, world, total, 0),
     )  # fmt: skip
     if on_gpu:
         longest = options.prompt_tokens, config.rollout.max_new_tokens
         try:
-            try_largest_batch(actor, critic, plan, *longest, config.rollout.temperature, world.device)
+            try_largest_batch(run.learners, plan, *longest, config.rollout.temperature, world.device)
         except torch.OutOfMemoryError as error:  # such a case comes last: what it holds is not given back
             return {"out_of_memory_in_the_trial": str(error).partition(".")[0], "gib_built": round(built, 2)}
     tried = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
@@ -181,8 +184,8 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
     }
 
 
-def _reward(prompts: list[Prompt], texts: list[str]) -> list[float]:
-    return [zlib.crc32(text.encode()) % 1000 / 1000 for text in texts]
+def _reward(prompts: list[Prompt], texts: list[str], ids: list[list[int]]) -> list[Judgement]:
+    return [Judgement(zlib.crc32(text.encode()) % 1000 / 1000) for text in texts]
 
 
 def _fixed(engine: RolloutEngine, prompts: list[list[int]], numbers: list[int], **settings: Any) -> RolloutBatch:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_core.batching import BatchPlan, Experience
+from rl_core.batching import BatchPlan
+from rl_core.experience import Experience
 from rl_core.rollout.batch import RolloutBatch
 
 LENGTHS = [3, 0, 2, 1, 9, 4, 4]

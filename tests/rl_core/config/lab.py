@@ -35,6 +35,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def other(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) / 8
 """
+OWN_ALGORITHMS = """
+def advantages(signals, algorithm):
+    score = signals.rewards.sum(dim=1, keepdim=True).expand_as(signals.rewards) * signals.mask
+    return score, score
+
+def doubled(signals, algorithm):
+    score, _ = advantages(signals, algorithm)
+    return 2 * score, score
+
+def loss(update, algorithm):
+    return -(update.logprobs * update.advantages), {}
+
+def doubled_loss(update, algorithm):
+    return -2 * (update.logprobs * update.advantages), {}
+"""
 
 
 @cache
@@ -61,6 +76,8 @@ def place() -> Path:
     (directory / "other.jinja").write_text(OTHER_TEMPLATE)
     (directory / "reward.py").write_text(REWARD)
     (directory / "other_reward.py").write_text(REWARD.replace("/ 8", "/ 4"))
+    (directory / "algorithms.py").write_text(OWN_ALGORITHMS)
+    (directory / "others.py").write_text(OWN_ALGORITHMS.replace("signals.mask", "signals.mask / 2").replace("-(", "-3 * ("))
     return directory
 
 
@@ -137,7 +154,7 @@ def training(config: Config, saves: bool = False) -> Observation:
             lambda _, __, given: seen["engine"].append(len(given["input_ids"])), with_kwargs=True
         )
         train(run)
-        weights = {learner.name: fingerprint(learner.module) for learner in (run.actor, run.critic)}
+        weights = {learner.name: fingerprint(learner.module) for learner in run.learners}
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in row.items() if not name.startswith(("timing", "perf"))} for row in rows]
     return {

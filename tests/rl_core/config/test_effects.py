@@ -13,6 +13,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").rglob("*.yaml
 MODEL = {"model.name_or_path": "m"}
 NO_KL = {"algorithm.kl_in": "none"}
 TWO_STEPS = {"trainer.ppo_mini_batch_size": 32}
+GRPO = {"algorithm.adv_estimator": "grpo", "rollout.n": 4}
 HALF = {"model.torch_dtype": "bfloat16"}
 JUDGE = {"reward.kind": "model", "reward.name_or_path": "r"}
 
@@ -30,6 +31,21 @@ SILENT = {  # a value that changes nothing in a mode, the mode, and why
     "algorithm.cliprange_value": (0.1, {}, "one optimizer step"),
     "algorithm.kl_coef": (0.1, NO_KL, "kl_in = none"),
     "algorithm.kl_estimator": ("k2", NO_KL, "kl_in = none"),
+    "algorithm.kl_controller": ("adaptive", NO_KL, "kl_in = none"),
+    "algorithm.kl_target": (0.2, {}, "kl_controller = fixed"),
+    "algorithm.kl_horizon": (5, {}, "kl_controller = fixed"),
+    "algorithm.gamma": (0.9, GRPO, "adv_estimator = grpo"),
+    "algorithm.lam": (0.9, {"algorithm.adv_estimator": "remax"}, "adv_estimator = remax"),
+    "algorithm.norm_adv_by_std_in_grpo": (False, {}, "adv_estimator = gae"),
+    "algorithm.critic_warmup": (2, GRPO, "no critic"),
+    "model_mapping.critic": ([0], GRPO, "no critic"),
+    "algorithm.loss_scale_factor": (9.0, {}, "loss_agg_mode = token-mean"),
+    "algorithm.clip_cov_ratio": (0.1, {}, "policy_loss = ppo"),
+    "algorithm.clip_cov_lb": (2.0, {}, "policy_loss = ppo"),
+    "algorithm.clip_cov_ub": (3.0, {"algorithm.policy_loss": "kl_cov"}, "policy_loss = kl_cov"),
+    "algorithm.kl_cov_ratio": (0.1, {}, "policy_loss = ppo"),
+    "algorithm.kl_cov_coef": (2.0, {"algorithm.policy_loss": "gpg"}, "policy_loss = gpg"),
+    "algorithm.rollout_is_threshold": (3.0, {}, "rollout_is = none"),
     "model_mapping.ref": ([0], NO_KL, "no reference model"),
     "model_mapping.reward": ([0], {}, "reward.kind = reasoning_gym"),
     "ref_model.disable_half_cast": (True, {"ref_model.torch_dtype": "float16"}, "float16 anyway"),
@@ -70,6 +86,10 @@ HAS_AN_EFFECT = {
     "algorithm.cliprange_value": (0.1, {"algorithm.ppo_epochs": 2}),
     "trainer.num_train_epochs": (2, {}),
     "algorithm.kl_coef": (0.1, {}),
+    "algorithm.gamma": (0.9, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    "algorithm.norm_adv_by_std_in_grpo": (False, GRPO),
+    "algorithm.kl_target": (0.2, {"algorithm.kl_controller": "adaptive"}),
+    "algorithm.clip_cov_lb": (0.5, {"algorithm.policy_loss": "clip_cov"}),
     "model_mapping.ref": ([0], {}),
     "model_mapping.reward": ([0], JUDGE),
     "ref_model.disable_half_cast": (True, HALF),
@@ -126,10 +146,12 @@ ALWAYS = {
     "launch.nproc_per_node", "fsdp.param_offload", "fsdp.optimizer_offload", "fsdp.offload_policy", "fsdp.activation_cpu_offload",
     "fsdp.activation_checkpointing", "fsdp.master_dtype", "fsdp.mixed_precision.reduce_dtype",  # above, in tests of their own
     "model.name_or_path", "model.revision", "model.trust_remote_code", "model.attn_implementation", "model.chat_template",
-    "model.torch_dtype", "algorithm.gamma", "algorithm.lam", "algorithm.whiten_advantages", "algorithm.ppo_epochs",
+    "model.torch_dtype", "algorithm.whiten_advantages", "algorithm.ppo_epochs", "algorithm.rollout_is",
+    *(f"algorithm.adv_estimator{key}" for key in ("", ".path", ".name", ".critic", ".greedy")),
+    *(f"algorithm.policy_loss{key}" for key in ("", ".path", ".name")), "algorithm.loss_agg_mode",
     "algorithm.entropy_coeff", "algorithm.kl_in", "trainer.type", "trainer.seed", "trainer.shuffle", "trainer.max_steps",
     "trainer.train_batch_size", "trainer.gradient_accumulation_steps", "trainer.ppo_mini_batch_size",
-    "trainer.max_tokens_per_micro_batch", "trainer.logger", "model_mapping.actor", "model_mapping.critic",
+    "trainer.max_tokens_per_micro_batch", "trainer.logger", "model_mapping.actor",
     "fsdp.strategy", "fsdp.fsdp_state_dict_type", "fsdp.wrap_policy.auto_wrap", "fsdp.mixed_precision.param_dtype",
     "fsdp.mixed_precision.buffer_dtype", "fsdp.reshard_after_forward", "fsdp.ulysses_sequence_parallel_size",
     *(f"{role}.{key}" for role in ("actor", "critic") for key in ("learning_rate", "optimizer")),
