@@ -16,33 +16,33 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 
 from rl_core.checkpoint.metadata import read_metadata
 from rl_core.checkpoint.readers import SafeReader, SafetensorsReader
+from rl_core.checkpoint.writer import Writer
 from rl_core.errors import BrokenArtifact, ModelError, StoreError
 from rl_core.together import together
 
-FILE_BYTES = 2**28
-"""A file is closed when it has reached this size."""
 
-
-def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], directory: Path, process_group: dist.ProcessGroup | None = None) -> None:
     """Write tensors to a new directory. Collective where torch.distributed is initialised.
 
     Args:
         tensors: of the models that this rank holds. Of a DTensor each rank writes its shards, of a plain tensor (equal on all
             ranks that have it) one rank its content.
         directory: without a checkpoint; the same on all ranks.
+        process_group: of all ranks, to speak over; None: the default one.
 
     Raises:
         StoreError: a rank could not write (on all ranks).
     """
     for name, tensor in tensors.items():
         assert isinstance(tensor, Tensor), f"{name}: only tensors are stored, not {type(tensor).__name__}"
-    write(directory, DefaultSavePlanner(flatten_state_dict=False), tensors, alone=not dist.is_initialized())
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    write(directory, planner, tensors, alone=not dist.is_initialized(), process_group=process_group)
 
 
 def load_tensors(
@@ -129,30 +129,6 @@ def compare(
         )
 
 
-class _Writer(FileSystemWriter):
-    """Several files of bounded size, one after the other; no ids or paths in `.metadata`."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        import queue
-
-        files: queue.Queue = queue.Queue()
-        bundle: list = []
-        size = 0
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None, f"{item.index.fqn} is not a tensor"
-            size += data.chunk.sizes.numel() * data.properties.dtype.itemsize
-            bundle.append(item)
-            if size >= FILE_BYTES or item is plan.items[-1]:
-                name = f"{plan.storage_data.prefix}{files.qsize()}.distcp"
-                files.put((Path(self.path) / name, name, bundle))
-                bundle, size = [], 0
-        return self._write_data(planner, files)
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise BrokenArtifact(f"{read_item.dest_index.fqn} is not a tensor.")
@@ -164,9 +140,19 @@ class _Planner(DefaultLoadPlanner):
         return plan
 
 
-def write(directory: Path, planner: SavePlanner, tensors: dict[str, Any], alone: bool) -> None:
+def write(
+    directory: Path,
+    planner: SavePlanner,
+    tensors: dict[str, Any],
+    alone: bool,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
     """Save what `planner` plans; errors of any rank become a StoreError on all."""
-    _quietly(lambda: dcp.save(tensors, storage_writer=_Writer(directory), planner=planner, no_dist=alone), directory, "written")
+
+    def save() -> None:
+        dcp.save(tensors, storage_writer=Writer(directory), planner=planner, process_group=process_group, no_dist=alone)
+
+    _quietly(save, directory, "written", alone)
 
 
 def _names_of_all(tensors: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> set[str]:
@@ -187,13 +173,17 @@ def _read(
             lambda: dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone),
             Path(reader.path),
             "read",
+            alone,
         )
 
 
-def _quietly(action: Callable[[], Any], directory: Path, what: str) -> None:
+def _quietly(action: Callable[[], Any], directory: Path, what: str, alone: bool) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        if alone:
+            with warnings.catch_warnings():  # not in a thread: the filters are the whole process's
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                action()
+        else:
             action()
     except CheckpointException as failed:  # carries every rank's error, on every rank
         for error, _ in failed.failures.values():

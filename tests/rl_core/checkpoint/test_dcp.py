@@ -72,7 +72,7 @@ def test_equal_tensors_give_equal_files(saved: list[Path]) -> None:
 
 
 def test_files_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_core.checkpoint.dcp.FILE_BYTES", 100)
+    monkeypatch.setattr("rl_core.checkpoint.writer.FILE_BYTES", 100)
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(10)}  # 40 bytes each
     save_tensors(tensors, tmp_path)
     assert len(list(tmp_path.glob("*.distcp"))) == 4
