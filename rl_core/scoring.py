@@ -14,8 +14,10 @@ from rl_core.config import Config
 from rl_core.config.reward import weight_of_model
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World
+from rl_core.errors import RewardError
 from rl_core.phases import portion
 from rl_core.rewards import Judgement, Reward
+from rl_core.rewards.judgement import NOT_APPLICABLE
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.together import together
@@ -54,9 +56,10 @@ class Scorer:
         """Score `n` responses to each prompt; response number i answers prompt i // n. Collective.
 
         Raises:
-            RewardError: a response cannot be judged (on all ranks).
+            RewardError: a response cannot be judged and `on_error` says to stop, or none can (on all ranks).
         """
         judgements = [Judgement(0.0)] * len(batch) if self._reward is None else self._judgements(self._reward, prompts, batch, n)
+        self._check(judgements)
         metrics = _metrics(judgements)
         total, tokens = _tensors(judgements, batch)
         if self._judge is not None:
@@ -65,10 +68,18 @@ class Scorer:
                 metrics["reward/model"] = scores.tolist()
             total += self._weight * scores
             tokens += _at_last_token(self._weight * scores, batch)
-        elif any(math.isnan(judgement.score) for judgement in judgements) and not self._warned:
+        return Scores(total, tokens, metrics)
+
+    def _check(self, judgements: list[Judgement]) -> None:
+        if all(judgement.failed not in (None, NOT_APPLICABLE) for judgement in judgements):
+            raise RewardError(
+                f"reward: none of the {len(judgements)} responses could be judged; the warnings above say why. To go on would "
+                "teach nothing. Mend the reward, then run the same command again."
+            )
+        unrated = any(math.isnan(judgement.score) for judgement in judgements)
+        if unrated and self._judge is None and not self._warned:
             self._warned = True
             log.warning("A response that no reward applies to (None) is worth 0; such ones are counted in reward/failed.")
-        return Scores(total, tokens, metrics)
 
     def _judgements(self, reward: Reward, prompts: list[Prompt], batch: RolloutBatch, n: int) -> list[Judgement]:
         mine = list(range(self._world.rank, len(batch), self._world.size))

@@ -15,7 +15,7 @@ import pytest
 from rl_core.config import Config, load_config
 from rl_core.config.reward import FunctionReward
 from rl_core.data.prompts import Prompt
-from rl_core.rewards.function import UserFunction
+from rl_core.rewards import build_reward
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -162,6 +162,8 @@ def test_the_reward_of_gsm8k_reads_thousands() -> None:
 
 def gsm8k(response: str, solution: str) -> float:
     """What a run with the templates' `reward` section gives for a response."""
-    function = UserFunction(FunctionReward(kind="function", path=str(ROOT / "configs" / "rewards" / "gsm8k.py")))
-    (score,) = function([Prompt("id", [1], "text", "question", solution, "openai/gsm8k", {})], [response])
-    return score
+    path = str(ROOT / "configs" / "rewards" / "gsm8k.py")
+    reward = build_reward(FunctionReward(kind="function", path=path, timeout_s=None))
+    assert reward is not None
+    (judgement,) = reward([Prompt("id", [1], "text", "question", solution, "openai/gsm8k", {})], [response], [[1]])
+    return judgement.score

@@ -15,27 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Judgement", "Reward", "build_reward", "probe", "reward_fingerprint"]
 
-Reward = Callable[..., Any]
+Reward = Callable[["list[Prompt]", list[str], list[list[int]]], list[Judgement]]
 """Prompts, the texts of their responses (without special tokens) and their tokens (end token included) → one judgement each.
 
 Raises RewardError where a response cannot be judged and `on_error` says to stop.
 """
 
 
-def build_reward(config: "RewardConfig", answer_column: str | None = None) -> Any:
-    """As `build`, for callers that know no tokens yet: called without `ids`, it gives the scores alone."""
-    reward = build(config, answer_column)
-
-    def either(prompts: "list[Prompt]", responses: list[str], ids: list[list[int]] | None = None) -> Any:
-        assert reward is not None
-        if ids is not None:
-            return reward(prompts, responses, ids)
-        return [judgement.score for judgement in reward(prompts, responses, [[]] * len(responses))]
-
-    return None if reward is None else either
-
-
-def build(config: "RewardConfig", answer_column: str | None = None, field: str = "reward") -> Reward | None:
+def build_reward(config: "RewardConfig", answer_column: str | None = None, field: str = "reward") -> Reward | None:
     """The configured reward, but for a reward model: None where there is nothing but a model.
 
     Args:
@@ -80,7 +67,7 @@ def build(config: "RewardConfig", answer_column: str | None = None, field: str =
             from rl_core.rewards.weighted import WeightedSum, distinct
 
             places = {f"{field}.parts[{number}].reward": part for number, part in enumerate(config.parts)}
-            rewards = [build(part.reward, answer_column, place) for place, part in places.items()]
+            rewards = [build_reward(part.reward, answer_column, place) for place, part in places.items()]
             names = distinct([getattr(part.reward, "name", part.reward.kind) for part in config.parts])
             built = zip(names, config.parts, rewards, strict=True)
             parts = [(name, part.weight, reward) for name, part, reward in built if reward is not None]

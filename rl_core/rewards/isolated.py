@@ -41,27 +41,27 @@ class IsolatedJudge:
     def __init__(self, kind: str, settings: dict[str, Any], timeout_s: float, field: str) -> None:
         self._kind, self._settings, self._timeout_s, self._field = kind, settings, timeout_s, field
         self._channel: Connection | None = None
+        self._owed = 0  # answers to what was asked
         self.batched: bool = self._start()
 
     def run(self, chunks: list[list[Sample]]) -> Iterator[list[Judgement | Failure] | Failure]:
         """One answer for each list of samples. Random draws of the judge depend on the state of Python's global generator here,
         which is seeded at each step, and on the number of the list: not on what was ended before.
         """
+        if self._owed:  # whoever asked last has stopped listening
+            self._end()
         seed, done = random.getrandbits(63), 0
-        try:
-            while done < len(chunks):
-                if self._channel is None:
-                    self._start()
-                assert self._channel is not None
-                with suppress(ConnectionError):  # it is gone, as is found out when it should answer
-                    self._channel.send((seed, done, chunks[done:]))
-                while done < len(chunks) and self._channel is not None:
-                    answer = self._receive(self._channel)
-                    done += 1
-                    yield answer
-        finally:
-            if done < len(chunks):  # nobody asks any more, but answers would come
-                self._end()
+        while done < len(chunks):
+            if self._channel is None:
+                self._start()
+            assert self._channel is not None
+            with suppress(ConnectionError):  # it is gone, as is found out when it should answer
+                self._channel.send((seed, done, chunks[done:]))
+            self._owed = len(chunks) - done
+            while self._owed:
+                answer = self._receive(self._channel)
+                done += 1
+                yield answer
 
     def _receive(self, channel: Connection) -> list[Judgement | Failure] | Failure:
         if not channel.poll(self._timeout_s):
@@ -69,7 +69,9 @@ class IsolatedJudge:
             said = f"takes longer than {self._field}.timeout_s = {self._timeout_s:g} s"
             return Failure("timeout", said, "Mend it, or allow more.")
         try:
-            return channel.recv()
+            answer = channel.recv()
+            self._owed -= 1
+            return answer
         except (EOFError, ConnectionError):
             return Failure("error", f"ends its process ({self._end()})", "Mend it; only its result may leave it.")
 
@@ -105,7 +107,7 @@ class IsolatedJudge:
 
     def _end(self) -> str:
         """End the process and say how it ended."""
-        self._channel = None
+        self._channel, self._owed = None, 0
         return str(self._stop())
 
 

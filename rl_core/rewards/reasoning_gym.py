@@ -7,7 +7,7 @@ from typing import Any
 from rl_core.data.generate import create, entry_of, version
 from rl_core.digests import canonical
 from rl_core.errors import RewardError
-from rl_core.rewards.judgement import Failure, Judgement, Sample
+from rl_core.rewards.judgement import Failure, Judgement, Sample, read
 
 _NUMBER = re.compile(
     r"""(?:(?<![\w.,)\]])[-−])?               # a sign, unless it stands behind an operand: in "10-3" it subtracts
@@ -55,13 +55,13 @@ class VerifierJudge:
         Raises:
             RewardError: a prompt that is not reasoning-gym's.
         """
-        return [Judgement(self._score(sample)) for sample in samples]
+        return [read(self._score(sample), len(sample.response_ids), may_be_none=False) for sample in samples]
 
-    def _score(self, sample: Sample) -> float:
+    def _score(self, sample: Sample) -> Any:
         entry = entry_of(sample.extra_info)
         generator = self._generator(sample.extra_info["generator"], entry)
         try:
-            return float(generator.score_answer(self._extract(sample.response), entry))
+            return generator.score_answer(self._extract(sample.response), entry)
         except _UNPARSABLE:
             return 0.0
 

@@ -205,4 +205,4 @@ def judged(config: Config) -> Observation:
     reward = build_reward(config.reward)
     assert reward is not None
     texts = ["", "7", str(first.ground_truth), f"it is {first.ground_truth}", f"<answer>{first.ground_truth}</answer>"]
-    return {"scores": reward([first] * len(texts), texts)}
+    return {"scores": [judgement.score for judgement in reward([first] * len(texts), texts, [[1]] * len(texts))]}

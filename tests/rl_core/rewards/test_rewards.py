@@ -15,26 +15,12 @@ from rl_core.data.prompts import Prompt
 from rl_core.errors import ConfigError, ModelError, RewardError
 from rl_core.rewards import build_reward, probe, reward_fingerprint
 from rl_core.rewards.reasoning_gym import EXTRACT
+from tests.rl_core.rewards.samples import SIGNATURE, function, prompt, scores
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "home"))
-
-
-def prompt(**fields) -> Prompt:
-    return Prompt(
-        **{
-            "prompt_id": "a" * 64,
-            "input_ids": [1],
-            "text": "<u>1+1=",
-            "question": "1+1=",
-            "ground_truth": "2",
-            "data_source": "sums",
-            "extra_info": {"level": 3},
-        }
-        | fields
-    )
 
 
 def gym_prompt(name: str, index: int = 0, **options) -> Prompt:
@@ -75,9 +61,9 @@ def test_extraction(extract, response, expected):
 
 def test_verifier_scores():
     right = gym_prompt("chain_sum", min_terms=2, max_terms=2)
-    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", timeout_s=None))
     answers = [f"The sum is {right.ground_truth}.", "The sum is 0.", "", "I do not know."]
-    assert reward([right] * 4, answers) == [1.0, 0.0, 0.0, 0.0]
+    assert scores(reward, [right] * 4, answers) == [1.0, 0.0, 0.0, 0.0]
     probe(reward, [right, gym_prompt("chain_sum", 1)])
 
 
@@ -85,47 +71,38 @@ def test_verifier_scores():
 def test_an_entry_from_a_shard_scores_like_a_fresh_one(name):
     """Plain JSON would make the tuples of `arc_agi` lists, and its right answers wrong."""
     generator = create(name, 3, 1, {})
-    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text"))
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text", timeout_s=None))
     for index in range(3):
         entry = generator[index]
         response = entry["answer"] or "0"
-        assert reward([gym_prompt(name, index)], [response]) == [generator.score_answer(response, entry)]
+        assert scores(reward, [gym_prompt(name, index)], [response]) == [generator.score_answer(response, entry)]
 
 
 def test_the_generator_s_options_count():
     """puzzle24 and others score by their configuration; a composite by that of its parts."""
     parts = {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 2}}]}
     mixed = gym_prompt("composite", **parts)
-    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
-    assert reward([mixed], [f"= {mixed.ground_truth}"]) == [1.0]
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", timeout_s=None))
+    assert scores(reward, [mixed], [f"= {mixed.ground_truth}"]) == [1.0]
 
 
 def test_a_response_that_the_verifier_cannot_parse_is_worth_nothing():
     """`prime_factorization`'s verifier raises ValueError on a word."""
-    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text"))
-    assert reward([gym_prompt("prime_factorization")], ["seven"]) == [0.0]
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", extract="text", timeout_s=None))
+    assert scores(reward, [gym_prompt("prime_factorization")], ["seven"]) == [0.0]
 
 
 def test_reasoning_gym_on_other_data():
-    reward = build_reward(ReasoningGymReward(kind="reasoning_gym"))
+    reward = build_reward(ReasoningGymReward(kind="reasoning_gym", timeout_s=None))
     with pytest.raises(RewardError, match=r"reward.kind.*data.source.kind"):
         probe(reward, [prompt()])
-
-
-def function(tmp_path: Path, code: str, name: str = "compute_score") -> FunctionReward:
-    path = tmp_path / "reward.py"
-    path.write_text(code, encoding="utf-8")
-    return FunctionReward(kind="function", path=str(path), name=name)
-
-
-SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
 
 @pytest.mark.parametrize("result", ["{}", "{{'score': {}, 'more': 1}}"])
 def test_function_gets_the_sample(tmp_path, result):
     body = SIGNATURE + "    value = (data_source == 'sums') + 10 * (solution_str == ground_truth) + 100 * extra_info['level']\n"
     reward = build_reward(function(tmp_path, body + "    return " + result.format("value")))
-    assert reward([prompt(), prompt(data_source="x")], ["2", "3"]) == [311.0, 300.0]
+    assert scores(reward, [prompt(), prompt(data_source="x")], ["2", "3"]) == [311.0, 300.0]
     probe(reward, [prompt()])
 
 
@@ -141,7 +118,7 @@ class Grade:
     points: float = 0.5
 """
     reward = build_reward(function(tmp_path, code + SIGNATURE + "    return Grade().points"))
-    assert reward([prompt()], ["2"]) == [0.5]
+    assert scores(reward, [prompt()], ["2"]) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +161,7 @@ def test_a_bad_result_names_function_and_sample(tmp_path, body, words):
 def test_the_original_exception_is_chained(tmp_path):
     reward = build_reward(function(tmp_path, SIGNATURE + "    return {}['x']"))
     with pytest.raises(RewardError) as caught:
-        reward([prompt()], ["2"])
+        scores(reward, [prompt()], ["2"])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -198,7 +175,7 @@ def test_a_function_imports_what_lies_beside_it(tmp_path, monkeypatch):
     (tmp_path / "colorsys.py").write_text("ONE = 'not the library'")
     code = "from near.units import ONE\n" + SIGNATURE + "    from ten_of_mine import TEN\n    return ONE + TEN"
     reward = build_reward(function(tmp_path, code))
-    assert reward([prompt()], [""]) == [11.0]
+    assert scores(reward, [prompt()], [""]) == [11.0]
     import colorsys
 
     assert not hasattr(colorsys, "ONE")
