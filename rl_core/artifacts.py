@@ -9,19 +9,21 @@ The caller makes sure that there is one writer (`rl_core.locks`). Checkpoints, d
 evaluations are all committed in this way.
 """
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.digests import digest_files, digest_json
+from rl_core.digests import digest_file, digest_files, digest_json, moved
 from rl_core.errors import BrokenArtifact, StoreError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,7 @@ def fresh_scratch(final: Path) -> Path:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     except OSError as error:
-        raise StoreError(
-            f"{scratch.parent} cannot be written ({error.strerror}). Set PPOFLOW_HOME to a directory that you own."
-        ) from None
+        raise StoreError(f"{scratch.parent} cannot be written ({error.strerror}). {remedy(error)}") from None
     return scratch
 
 
@@ -98,7 +98,7 @@ def commit(
             "files": entries, "components": components or {}, "results": results or {},
         }  # fmt: skip
         manifest["checksum"] = digest_json(manifest)
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+        (scratch / MANIFEST).write_text(_text(manifest), encoding="utf-8")
         _sync(scratch / MANIFEST)
         for directory in {path.parent for path in files} | {scratch}:
             _sync(directory)
@@ -106,8 +106,9 @@ def commit(
             raise StoreError(f"{final} exists already; set it aside first.")
         os.rename(scratch, final)
         _sync(final.parent)
+        moved(scratch, final)
     except OSError as error:
-        raise StoreError(f"{final} could not be committed: {error}.") from error
+        raise StoreError(f"{final} could not be committed: {error}. {remedy(error)}") from error
     return Artifact(final, manifest)
 
 
@@ -120,35 +121,84 @@ def open_artifact(path: Path, remembered: bool = True) -> Artifact:
     Raises:
         BrokenArtifact: no manifest, a damaged one, or a file that is missing, superfluous or changed.
     """
+    manifest = read_manifest(path)
+    for problem in _problems(path, manifest["files"], remembered):
+        raise BrokenArtifact(f"{path}: {problem}.")
+    return Artifact(path, manifest)
+
+
+def damage(path: Path) -> list[str]:
+    """Everything about a committed directory that is not as it was written, every byte read again; [] if it is whole."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        stated = manifest.pop("checksum")
-        entries, notes = manifest["files"], manifest["notes"]
+        manifest = read_manifest(path)
+    except BrokenArtifact as error:
+        return [str(error).removeprefix(f"{path}: ").removesuffix(".")]
+    return list(_problems(path, manifest["files"], remembered=False))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a committed directory, whose files are not looked at.
+
+    Raises:
+        BrokenArtifact: there is none, or it is not what `commit` wrote, to the byte.
+    """
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        said = {name: value for name, value in manifest.items() if name != "checksum"}
+        whole = manifest["checksum"] == digest_json(said) and text == _text(manifest)
+        whole = whole and manifest["digest"] == _content_digest(manifest["files"], manifest["notes"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenArtifact(f"{path}: its {MANIFEST} is missing or damaged ({error}).") from None
-    if digest_json(manifest) != stated or manifest["digest"] != _content_digest(entries, notes):
+    if not whole:
         raise BrokenArtifact(f"{path}: its {MANIFEST} was changed.")
     if manifest["format"] != FORMAT:
         raise BrokenArtifact(f"{path}: format {manifest['format']} is not the format {FORMAT} of this release.")
+    return manifest
+
+
+def _problems(path: Path, entries: dict[str, Any], remembered: bool) -> Iterator[str]:
+    """What is wrong with the files, one sentence each."""
     present = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()} - {MANIFEST}
     for name in sorted(present ^ set(entries)):
-        raise BrokenArtifact(f"{path}: {name} is {'superfluous' if name in present else 'missing'}.")
+        yield f"{name} is {'superfluous' if name in present else 'missing'}"
+    as_long = []
+    for name in sorted(present & set(entries)):
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            yield f"{name} cannot be read ({error.strerror})"
+            continue
+        if size != entries[name]["size"]:
+            yield f"{name} has {size} bytes instead of {entries[name]['size']}"
+        elif not (path / name).is_file():
+            yield f"{name} is no file"
+        else:
+            as_long.append(name)
+    yield from _changed(path, entries, as_long, remembered)
+
+
+def _changed(path: Path, entries: dict[str, Any], names: list[str], remembered: bool) -> Iterator[str]:
     try:
-        for name, entry in entries.items():
-            if (path / name).stat().st_size != entry["size"]:
-                raise BrokenArtifact(f"{path}: {name} has {(path / name).stat().st_size} bytes instead of {entry['size']}.")
-        digests = digest_files([path / name for name in entries], remembered)
+        digests = digest_files([path / name for name in names], remembered)
+        for name in names:
+            # Where the memory says so the file is asked itself: a damaged memory condemns nothing.
+            if digests[path / name] != entries[name]["sha256"] != digest_file(path / name, remembered=False):
+                yield f"the content of {name} was changed (its sha256 differs)"
     except OSError as error:
-        raise BrokenArtifact(f"{path}: {error}.") from None
-    for name, entry in entries.items():
-        if digests[path / name] != entry["sha256"]:
-            raise BrokenArtifact(f"{path}: the content of {name} was changed (its sha256 differs).")
-    manifest["checksum"] = stated
-    return Artifact(path, manifest)
+        if len(names) == 1:
+            yield f"{names[0]} cannot be read ({error.strerror})"
+        else:  # which?
+            for name in names:
+                yield from _changed(path, entries, [name], remembered)
 
 
 def _content_digest(entries: dict[str, Any], notes: Collection[str]) -> str:
     return digest_json({name: entry for name, entry in entries.items() if name not in notes})
+
+
+def _text(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -156,8 +206,18 @@ def set_aside(path: Path) -> Path:
     number = 0
     while (aside := path.with_name(f".{path.name}.broken-{number}")).exists():
         number += 1
-    os.rename(path, aside)
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise StoreError(f"{path} is broken and cannot be set aside ({error.strerror}). {remedy(error)}") from error
     return aside
+
+
+def remedy(error: OSError) -> str:
+    """What to do when the disk refuses."""
+    if error.errno in NO_ROOM:
+        return "Make room (`ppoflow store gc` removes what nothing needs), then run the same command again."
+    return "Set PPOFLOW_HOME to a directory that you own."
 
 
 def _sync(path: Path) -> None:

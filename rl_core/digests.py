@@ -1,8 +1,8 @@
 """sha256 of files and of JSON values; digests of files are remembered while their inode, size and times stay the same.
 
-So 15 GB are hashed once, and a byte changed by any program is noticed without hashing what did not change. Rot that
-touches no time stamp is found only with `remembered=False`. A memory that cannot be read or written (full disk) costs
-time, not the run.
+So 15 GB are hashed once, and a byte changed by any program is noticed without hashing what did not change: also by one that
+sets the time of modification back, since nobody can set the inode's time of change (ctime). Rot that touches no time stamp is
+found only with `remembered=False`. A memory that cannot be read or written (full disk) costs time, not the run.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sqlite3
+import time
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any
 from rl_core.home import home
 
 log = logging.getLogger(__name__)
+
+TICK_NS = 12_000_000
+"""Two changes of a file within one tick of the kernel's clock (up to 10 ms) may have the same time stamp."""
 
 
 def canonical(value: Any) -> bytes:
@@ -39,14 +43,23 @@ def digest_files(paths: list[Path], remembered: bool = True) -> dict[Path, str]:
     """`digest_file` of several, with one look into the memory."""
     stamps = {path: _stamp(path) for path in paths}
     known = _recall(stamps) if remembered else {}
+    new = [path for path in stamps if path not in known]
+    _wait_a_tick(new)
     hashed = {}
-    for path in paths:
-        if path not in known and path not in hashed:
-            with path.open("rb") as file:
-                hashed[path] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in new:
+        with path.open("rb") as file:
+            hashed[path] = hashlib.file_digest(file, "sha256").hexdigest()
     # Somebody is writing a file whose stamp has changed: it is not remembered.
     _remember([(path, stamps[path], digest) for path, digest in hashed.items() if _stamp(path) == stamps[path]])
     return known | hashed
+
+
+def _wait_a_tick(paths: list[Path]) -> None:
+    """Until any later change has another time stamp than the last one so far (not with a file server whose clock is wrong)."""
+    newest = max((os.stat(path).st_ctime_ns for path in paths), default=0)
+    wait_ns = newest + TICK_NS - time.time_ns()
+    if 0 < wait_ns <= TICK_NS:
+        time.sleep(wait_ns / 1e9)
 
 
 def _recall(stamps: dict[Path, str]) -> dict[Path, str]:
@@ -67,6 +80,17 @@ def _remember(digests: list[tuple[Path, str, str]]) -> None:
     try:
         with closing(_memory()) as memory, memory:
             memory.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", rows)
+    except (sqlite3.Error, OSError) as error:
+        _warn(str(error))
+
+
+def moved(old: Path, new: Path) -> None:
+    """Remember the digests of the files under a directory when it has been renamed: they need not be hashed again."""
+    before, after = f"{old.parent.resolve() / old.name}/", f"{new.parent.resolve() / new.name}/"
+    query = "UPDATE OR REPLACE digests SET path = ? || substr(path, ?) WHERE path > ? AND path < ?"
+    try:
+        with closing(_memory()) as memory, memory:
+            memory.execute(query, (after, len(before) + 1, before, f"{before[:-1]}0"))  # "0" follows "/"
     except (sqlite3.Error, OSError) as error:
         _warn(str(error))
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import logging
+import os
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from rl_core.digests import digest_file, digest_files
+from rl_core.digests import digest_file, digest_files, moved
 
 HOURS = hashlib.sha256(b"hours").hexdigest()
 
@@ -66,3 +67,48 @@ def test_without_a_memory_files_are_hashed_each_time(tmp_path, home, spoil, capl
 def test_a_missing_file_is_an_error_as_ever(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         digest_file(tmp_path / "none")
+
+
+def test_a_change_within_one_tick_of_the_clock_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels before 6.13 stamp files with a clock that stands still for up to 10 ms."""
+    tick = 10_000_000
+
+    def coarse(path: Path) -> str:
+        stat = path.stat()
+        return f"{stat.st_size}:{stat.st_mtime_ns // tick}:{stat.st_ctime_ns // tick}:{stat.st_ino}"
+
+    monkeypatch.setattr("rl_core.digests._stamp", coarse)
+    file = tmp_path / "a"
+    for content in (b"hours", b"house") * 20:
+        file.write_bytes(content)
+        assert digest_file(file) == hashlib.sha256(content).hexdigest()
+
+
+def test_a_flip_that_sets_the_time_of_modification_back_is_noticed_and_nothing_else_is_read(tmp_path: Path, home: Path) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_bytes(b"hours")
+    digest_files(files)
+    with sqlite3.connect(home / "digests.sqlite") as memory:
+        memory.execute("UPDATE digests SET sha256 = 'remembered'")
+    stat = files[1].stat()
+    files[1].write_bytes(b"house")
+    os.utime(files[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert files[1].stat().st_mtime_ns == stat.st_mtime_ns
+    found = digest_files(files)
+    assert [found[file] for file in files] == ["remembered", hashlib.sha256(b"house").hexdigest(), "remembered"]
+
+
+def test_what_is_renamed_is_still_remembered_and_nothing_else_is(tmp_path: Path, home: Path) -> None:
+    files = [tmp_path / folder / "f" for folder in ("a_b", "a_b/deep", "a_b0", "a%b", "aXb")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"hours")
+    digest_files(files)
+    (tmp_path / "a_b").rename(tmp_path / "new")
+    moved(tmp_path / "a_b", tmp_path / "new")
+    with sqlite3.connect(home / "digests.sqlite") as memory:
+        paths = {str(Path(path).relative_to(tmp_path.resolve())) for (path,) in memory.execute("SELECT path FROM digests")}
+        memory.execute("UPDATE digests SET sha256 = 'remembered'")
+    assert paths == {"new/f", "new/deep/f", "a_b0/f", "a%b/f", "aXb/f"}
+    assert digest_file(tmp_path / "new/deep/f") == "remembered"
