@@ -213,10 +213,23 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def refusal(error: BaseException | None) -> OSError | None:
+    """The error of a full or read-only disk that lies behind another, whatever library reports it; None if there is none."""
+    while error is not None:
+        for number in (*NO_ROOM, errno.EROFS):
+            said = f"os error {number})" in str(error) or os.strerror(number) in str(error)  # the former says Rust
+            if said or (isinstance(error, OSError) and error.errno == number):
+                return OSError(number, os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def remedy(error: OSError) -> str:
     """What to do when the disk refuses."""
     if error.errno in NO_ROOM:
         return "Make room (`ppoflow store gc` removes what nothing needs), then run the same command again."
+    if error.errno == errno.EROFS:
+        return "Make its file system writable, or set PPOFLOW_HOME to a directory elsewhere; then run the same command again."
     return "Set PPOFLOW_HOME to a directory that you own."
 
 

@@ -1,15 +1,19 @@
-"""The model registry in MLflow, writing: new versions, and moving the champion's alias.
+"""The model registry in MLflow, writing: new versions, and moving the champion's alias; and all versions, to look at.
 
-Callers hold `registry_lock`.
+Callers that write hold `registry_lock`.
 """
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from rl_core.artifacts import MANIFEST, Artifact
 from rl_core.errors import ConfigError, StoreError
+from rl_core.home import home, writable
 from tasks.mlflow_registry import (
     CHAMPION,
     DIGEST,
@@ -25,6 +29,7 @@ from tasks.mlflow_registry import (
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
+    from mlflow.store.entities import PagedList
 
 ROLLED_BACK = "ppoflow.rolled_back"
 """Tag of a version: it was the champion until somebody rolled back to the version named here."""
@@ -60,6 +65,41 @@ def register(
         name, f"models:/{model.model_id}", run_id=run_id, tags={**tags, DIGEST: policy.digest}, model_id=model.model_id
     )
     return Version.of(created), True
+
+
+def every_version(client: "MlflowClient") -> list[tuple[Version, list[str]]]:
+    """All versions that ppoflow registered, of all models, and the aliases that point to each."""
+    aliases: dict[tuple[str, str], list[str]] = {}
+    for model in _all(client.search_registered_models):
+        for alias, number in model.aliases.items():
+            aliases.setdefault((model.name, str(number)), []).append(alias)
+    versions = [Version.of(found) for found in _all(client.search_model_versions)]
+    return [(version, sorted(aliases.get((version.name, version.number), []))) for version in versions if DIGEST in version.tags]
+
+
+def _all(search: "Callable[..., PagedList[Any]]") -> Iterator[Any]:
+    token = None
+    while True:
+        page = search(max_results=100, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+@contextmanager
+def registered_files(client: "MlflowClient", version: Version) -> Iterator[Path]:
+    """The files of a version as MLflow has them now, unverified: in place where they are on this machine, else downloaded for
+    as long as the block runs, whatever copy there is."""
+    from mlflow.artifacts import download_artifacts
+
+    in_place = local_path(client.get_model_version_download_uri(version.name, version.number))
+    if in_place is not None:
+        yield in_place
+        return
+    with TemporaryDirectory(dir=writable(home() / "downloads"), prefix=".verify-") as directory:
+        download_artifacts(artifact_uri=f"models:/{version.name}/{version.number}", dst_path=directory)
+        yield Path(directory)
 
 
 def make_champion(client: "MlflowClient", version: Version) -> None:

@@ -17,11 +17,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.artifacts import MANIFEST, Artifact, commit, fresh_scratch, open_artifact, scratch_of, set_aside
+from rl_core.artifacts import (
+    MANIFEST,
+    Artifact,
+    commit,
+    fresh_scratch,
+    open_artifact,
+    refusal,
+    remedy,
+    scratch_of,
+    set_aside,
+)
 from rl_core.digests import digest_json, flatten
-from rl_core.errors import BrokenArtifact
+from rl_core.errors import BrokenArtifact, PpoflowError, StoreError
 from rl_core.home import home, writable
 from rl_core.locks import locked
+from tasks.store_use import use
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +114,7 @@ class Reference:
         Raises:
             BrokenArtifact: it is gone, damaged, or another than the one referred to.
         """
+        use(self.path)
         artifact = open_artifact(self.path)
         if artifact.digest != self.digest:
             raise BrokenArtifact(f"{self.path}: its digest is {artifact.digest}, expected {self.digest}.")
@@ -135,8 +147,12 @@ def produce(
         fresh: make it again although it exists.
         keep_scratch: hand `make` what an interrupted one left there, instead of an empty directory.
         notes: files that are no part of the digest, see `rl_core.artifacts.commit`.
+
+    Raises:
+        StoreError: the disk is full, or cannot be written.
     """
     writable(key.path.parent)
+    use(key.path)
     with locked(
         lock_path(key), on_wait=lambda holder: logger.info("%s: waiting for %s, which makes the same", key.stage, holder)
     ):
@@ -148,7 +164,16 @@ def produce(
             scratch.mkdir(parents=True, exist_ok=True)
         else:
             scratch = fresh_scratch(key.path)
-        results = make(scratch)
+        try:
+            results = make(scratch)
+        except Exception as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
+            if not keep_scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
+            said = f"{error}" if isinstance(error, PpoflowError) else f"{scratch.parent}: {refused.strerror}."
+            raise StoreError(f"{key.stage}: {said} {remedy(refused)}") from error
         replaced = set_aside(key.path) if key.path.exists() else None
         artifact = commit(
             scratch, key.path, kind=key.stage, key=key.value, components=key.components, results=results, notes=notes
@@ -160,6 +185,7 @@ def produce(
 
 def find(key: Key) -> Artifact | None:
     """The committed, verified artifact of a key; a broken one is set aside with a warning."""
+    use(key.path)
     if not key.path.exists():
         return None
     try:
