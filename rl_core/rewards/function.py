@@ -43,7 +43,7 @@ class FunctionJudge:
         self._required, self._named, self._any = _parameters(self._function)
         self.batched = bool(self._named & set(TRL))
         if not self.batched:
-            given = set(VERL) if self._any else self._named & {*VERL, "response_ids"}
+            given = (set(VERL) if self._any else self._named & set(VERL)) | (self._named & {"response_ids"})
             if not given & {"solution_str", "response_ids"} or not self._required <= given:
                 raise RewardError(
                     f"{self._takes()}: it must take the keyword arguments {', '.join(VERL)}, or {' and '.join(TRL)}."

@@ -12,7 +12,7 @@ import pytest
 from rl_core.config import parse_config
 from rl_core.config.reward import HttpReward
 from rl_core.errors import ConfigError, RewardError
-from rl_core.rewards import Judgement, build_reward, http, probe, reward_fingerprint
+from rl_core.rewards import build_reward, http, probe, reward_fingerprint
 from tests.rl_core.rewards.samples import judged, prompt, scores
 
 SECRET = "a-secret-that-nobody-may-read"
