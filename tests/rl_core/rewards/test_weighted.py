@@ -31,9 +31,8 @@ def read(reward: dict[str, Any]) -> RewardConfig:
 def test_the_weighted_sum_and_its_parts(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     length = function(tmp_path, SIGNATURE + "    return {'score': len(solution_str), 'blanks': solution_str.count(' ')}")
-    half = function(
-        tmp_path / "other", "def compute_score(completions, **c): return [None if not c else 0.5 for c in completions]"
-    )
+    code = "def compute_score(completions, **columns): return [0.5 if text else None for text in completions]"
+    half = function(tmp_path / "other", code)
     reward = build_reward(weighted((2.0, REGEX), (-0.5, length), (1.0, half)))
     assert judged(reward, [prompt()] * 2, ["a 2", ""]) == [
         Judgement(2.0 - 1.5 + 0.5, extras={"regex": 1, "compute_score": 3, "compute_score/blanks": 1, "compute_score_2": 0.5}),
@@ -80,10 +79,8 @@ def test_identity_and_fingerprint_are_those_of_the_parts(tmp_path: Path) -> None
     config = weighted((2.0, REGEX), (1.0, one))
     first = (config.identity(), reward_fingerprint(config))
     json.dumps(first)
-    assert reward_fingerprint(config)["parts"] == [
-        [2.0, reward_fingerprint(config.parts[0].reward)],
-        [1.0, reward_fingerprint(one)],
-    ]
+    alone = [reward_fingerprint(part.reward) for part in config.parts]
+    assert first[1] == {"kind": "weighted", "parts": [[2.0, alone[0]], [1.0, alone[1]]]}
     moved = tmp_path / "elsewhere.py"
     moved.write_text(Path(str(one.path)).read_text())
     same = weighted((2.0, REGEX | {"timeout_s": 3.0}), (1.0, one.model_copy(update={"path": str(moved)})))
@@ -111,19 +108,15 @@ def test_parts_that_are_wrong_are_named(parts: list[Any], words: list[str]) -> N
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+FALLIBLE = {"timeout_s": 1.5, "on_error": "value", "error_value": -1.0}
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "reasoning_gym": {"extract": "text", "timeout_s": 1.5, "on_error": "value", "error_value": -1.0},
-    "function": {"path": "r.py", "name": "f", "completions": "messages", "timeout_s": 1.5, "on_error": "value", "error_value": -1.0},
-    "math": {"timeout_s": 1.5, "on_error": "value", "error_value": -1.0},
-    "regex": {
-        "pattern": "a(b)", "group": 1, "normalise": False, "timeout_s": 1.5, "on_error": "value", "error_value": -1.0,
-    },
-    "http": {
-        "url": "http://h/", "headers": {"A": "$B"}, "batch_size": 3, "retries": 1, "timeout_s": 1.5, "on_error": "value",
-        "error_value": -1.0,
-    },
+    "reasoning_gym": {"extract": "text"} | FALLIBLE,
+    "function": {"path": "r.py", "name": "f", "completions": "messages"} | FALLIBLE,
+    "math": FALLIBLE,
+    "regex": {"pattern": "a(b)", "group": 1, "normalise": False} | FALLIBLE,
+    "http": {"url": "http://h/", "headers": {"A": "$B"}, "batch_size": 3, "retries": 1} | FALLIBLE,
     "model": {"name_or_path": "m", "revision": "r", "torch_dtype": "bfloat16", "fsdp": {"strategy": "ddp"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
