@@ -1,22 +1,29 @@
-"""Generation of responses with transformers modules: prefill, then one token at a time with a KV cache.
+"""Generation of responses from the policy that is trained, in its own process: no inference server.
 
 The engine owns a full copy of the model on its device, in the type it computes in; `sync_weights` fills it. It draws its
-tokens itself (see `sampling`) and so does not use `generate`, whose draws depend on the composition of a batch.
+tokens itself (see `sampling`) and so does not use `generate`, whose draws depend on the composition of a batch. Models whose
+attention `cache` serves are generated from in slots (`decode`), the others plainly (`plain`).
 """
 
-from inspect import signature
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from rl_core.config.model import PretrainedModel
 from rl_core.errors import ConfigError
 from rl_core.models.auto import model_config, model_of
 from rl_core.models.buffers import restore_buffers
-from rl_core.rollout.batch import PAD_ID, RolloutBatch
-from rl_core.rollout.sampling import sample
+from rl_core.rollout.batch import RolloutBatch
+from rl_core.rollout.cache import Unsupported, layout_of
+from rl_core.rollout.decode import SlotDecoder
+from rl_core.rollout.plain import generate_plainly
+from rl_core.rollout.requests import Requests
+from rl_core.rollout.runner import Runner
+
+log = logging.getLogger(__name__)
 
 
 def stop_ids(tokenizer: Any, *configs: Any) -> set[int]:
@@ -65,39 +72,40 @@ class RolloutEngine:
         model.to_empty(device=self.device)
         restore_buffers(model)
         model.tie_weights()
-        self.model: nn.Module = model.eval().requires_grad_(False)
-        taken = signature(model.forward).parameters
-        # transformers 5.24 renamed `past_key_values`; older releases and models with code of their own know only the old name.
-        self._cache_argument = "cache" if "cache" in taken else "past_key_values"
-        # Models with code of their own may give the logits of all positions only.
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self.model: Any = model.eval().requires_grad_(False)
         self.synced = False
+        self._decoder: SlotDecoder | None = None
+        self._window: int | None = None
+        self._plain_because = ""
 
     def generate(
         self,
         prompt_ids: list[list[int]],
         sample_index: list[int],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         temperature: float,
         seed: int,
         step: int,
-        stop_ids: set[int],
+        stop_ids: set[int] | Sequence[set[int]],
         batch_size: int,
+        top_k: int = 0,
+        top_p: float = 1.0,
     ) -> RolloutBatch:
         """Draw one response for each prompt.
 
         Args:
             prompt_ids: token ids of each prompt, at least one token each; the list may be empty.
             sample_index: number of each sample in its step over all ranks; decides its draws together with `seed` and `step`.
-            max_new_tokens: longest response.
+            max_new_tokens: longest response, of all or of each.
             temperature: divides the logits; 0 is greedy.
             seed, step: see `sampling.uniform`.
-            stop_ids: a response ends with the first of these (it is part of the response).
-            batch_size: prompts generated together. Prompts of similar length are put together.
+            stop_ids: a response ends with the first of these (it is part of the response); for all or for each.
+            batch_size: responses generated at a time; the next one begins when one has ended.
+            top_k, top_p: see `sampling.allowed`; 0 and 1 allow all tokens.
 
         Returns:
-            The rows in the order of `prompt_ids`, on the engine's device.
+            The rows in the order of `prompt_ids`, on the engine's device. Their log-probabilities are those among all tokens.
 
         Raises:
             ConfigError: the model has not so many positions.
@@ -108,87 +116,56 @@ class RolloutEngine:
         assert all(prompt_ids), "a prompt without tokens"
         if not prompt_ids:
             return RolloutBatch.from_lists([], [], [], [], [], self.device)
-        self._check_length(max(map(len, prompt_ids)), max_new_tokens)
-        order = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
-        batches = []
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            prompts, indices = [prompt_ids[row] for row in rows], [sample_index[row] for row in rows]
-            tokens, logprobs = self._decode(prompts, indices, max_new_tokens, temperature, seed, step, stop_ids)
-            lengths = [_response_length(row, stop_ids) for row in tokens]
-            batches.append(
-                RolloutBatch.from_lists(
-                    prompts,
-                    [row[:length] for row, length in zip(tokens, lengths, strict=True)],
-                    [row[:length] for row, length in zip(logprobs, lengths, strict=True)],
-                    [row[length - 1] not in stop_ids for row, length in zip(tokens, lengths, strict=True)],
-                    indices,
-                    self.device,
+        count = len(prompt_ids)
+        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        stops = [stop_ids] * count if isinstance(stop_ids, set) else list(stop_ids)
+        self._check_length(prompt_ids, limits)
+        requests = Requests(
+            prompts=prompt_ids,
+            numbers=sample_index,
+            limits=limits,
+            stops=[frozenset(ids) for ids in stops],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            step=step,
+        )
+        decoder = self._decoder_for(max(map(len, prompt_ids)) + max(limits))
+        if decoder is None:
+            return generate_plainly(self.model, requests, batch_size)
+        return decoder.generate(requests, batch_size)
+
+    def release(self) -> None:
+        """Give back all memory but that of the weights; the next `generate` takes it again."""
+        if self._decoder is not None:
+            self._decoder.release()
+
+    def _decoder_for(self, length: int) -> SlotDecoder | None:
+        """The fast path, if it serves this model and rows of that many tokens; the first time, it is looked for."""
+        if self._decoder is None and not self._plain_because:
+            try:
+                layout = layout_of(self.model)
+                self._decoder, self._window = SlotDecoder(self.model, layout, Runner()), layout.window
+            except Unsupported as reason:
+                self._plain_because = str(reason)
+                log.warning(
+                    "rollout: responses of %s are generated by the plain loop, several times slower: %s.",
+                    type(self.model).__name__,
+                    reason,
                 )
-            )
-        return RolloutBatch.cat(batches).select(torch.tensor(order).argsort())
+        if self._decoder is not None and self._window is not None and length > self._window:
+            return None
+        return self._decoder
 
-    @torch.inference_mode()
-    def _decode(
-        self,
-        prompts: list[list[int]],
-        sample_index: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-        step: int,
-        stop_ids: set[int],
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probabilities of one group of prompts, until every row has ended; what follows a row's end is noise."""
-        from transformers import DynamicCache
-
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        width = max(map(len, prompts))
-        ids = torch.tensor([[PAD_ID] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        places = torch.arange(width + max_new_tokens, device=self.device) - (width - lengths[:, None])
-        attended, places = (places >= 0).long(), places.clamp(min=0)
-        index = torch.tensor(sample_index, device=self.device)
-        stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.device)
-        cache = DynamicCache(config=self.config)
-        ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        for position in range(max_new_tokens):
-            seen = width + position
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=attended[:, :seen],
-                position_ids=places[:, seen - ids.shape[1] : seen],
-                use_cache=True,
-                **{self._cache_argument: cache},
-                **self._last_only,
-            ).logits[:, -1]
-            token, logprob = sample(
-                logits,
-                temperature,
-                seed=seed,
-                step=step,
-                sample_index=index,
-                position=torch.full_like(index, position),
-            )
-            tokens.append(token)
-            logprobs.append(logprob)
-            ended |= torch.isin(token, stops)
-            if ended.all():
-                break
-            ids = token[:, None]
-        return torch.stack(tokens, dim=1).tolist(), torch.stack(logprobs, dim=1).tolist()
-
-    def _check_length(self, prompt: int, response: int) -> None:
+    def _check_length(self, prompts: list[list[int]], limits: list[int]) -> None:
         positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is not None and prompt + response > positions:
-            raise ConfigError(
-                f"rollout.max_new_tokens is {response} and the longest prompt of the batch has {prompt} tokens, together more "
-                f"than the {positions} positions of the model (max_position_embeddings in its config.json): lower "
-                "rollout.max_new_tokens or data.max_prompt_length."
-            )
-
-
-def _response_length(tokens: list[int], stop_ids: set[int]) -> int:
-    """Number of tokens up to and with the first end token."""
-    return next((place + 1 for place, token in enumerate(tokens) if token in stop_ids), len(tokens))
+        if positions is None:
+            return
+        for prompt, response in sorted({(len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)}, key=sum)[-1:]:
+            if prompt + response > positions:
+                raise ConfigError(
+                    f"rollout.max_new_tokens is {response} and the longest prompt of the batch has {prompt} tokens, together "
+                    f"more than the {positions} positions of the model (max_position_embeddings in its config.json): lower "
+                    "rollout.max_new_tokens or data.max_prompt_length."
+                )
