@@ -17,7 +17,8 @@ from rl_core.rollout.batch import PAD_ID, RolloutBatch
 def try_largest_batch(
     learners: Iterable[Learner], plan: BatchPlan, prompt: int, response: int, temperature: float, device: torch.device
 ) -> None:
-    """One forward and backward of each beside its optimizer's moments. Changes nothing. Collective over each role.
+    """Forward and backward of each beside its optimizer's moments, twice where gradients of one micro-batch wait for those of
+    another. Changes nothing. Collective over each role.
 
     Args:
         prompt, response: tokens of the longest that can come.
@@ -32,9 +33,9 @@ def try_largest_batch(
             optimizer_tensors(learner.module, learner.optimizer)
             compress(learner.optimizer)
     for learner in learners:
-        rows = min(plan.micro_batch, math.ceil(plan.mini_batch / learner.group.data_parallel))
-        if plan.micro_tokens is not None:
-            rows = max(1, plan.micro_tokens // (prompt + response))
+        share = math.ceil(plan.mini_batch / learner.group.data_parallel)
+        rows = plan.micro_batch if plan.micro_tokens is None else max(1, plan.micro_tokens // (prompt + response))
+        rows = min(rows, share)
         batch = RolloutBatch.from_lists(
             [[PAD_ID] * prompt] * rows,
             [[PAD_ID] * response] * rows,
@@ -44,10 +45,13 @@ def try_largest_batch(
             device,
         )
         with stall.phase(f"trying the largest batch of the {learner.name}"), learner.loaded(optimizer=True):
-            if learner.name == "actor":
-                logprobs, entropy = learner.module(*inputs(batch), temperature, True)
-                total = logprobs.sum() + entropy.sum()
-            else:
-                total = learner.module(*inputs(batch)).sum()
-            learner.backward(total * 0.0, last=True)
+            for last in (False, True) if rows < share else (True,):
+                learner.backward(_sum(learner, batch, temperature) * 0.0, last)
             learner.optimizer.zero_grad(set_to_none=True)
+
+
+def _sum(learner: Learner, batch: RolloutBatch, temperature: float) -> torch.Tensor:
+    if learner.name != "actor":
+        return learner.module(*inputs(batch)).sum()
+    logprobs, entropy = learner.module(*inputs(batch), temperature, True)
+    return logprobs.sum() + entropy.sum()
