@@ -61,7 +61,7 @@ def estimate(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
 
 
 def generalised(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
-    """`gae`: by the critic's values (see `rl_core.algorithms.gae`)."""
+    """`gae`: by the critic's values."""
     assert signals.values is not None, "gae has a critic"
     return gae(signals.rewards, signals.values, signals.mask, algorithm.gamma, algorithm.lam)
 
@@ -84,7 +84,7 @@ def grpo(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
 
 
 def rloo(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
-    """Leave one out: Ahmadian et al. 2024 (arXiv:2402.14740), section 4.2.
+    """REINFORCE leave one out: Ahmadian et al. 2024 (arXiv:2402.14740).
 
         A_i = r_i - Σ_{j ≠ i} r_j / (n - 1)
 
@@ -96,7 +96,7 @@ def rloo(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
 
 
 def opo(signals: Signals, algorithm: AlgorithmConfig) -> Estimate:
-    """Optimal baseline: Hao et al. 2025 (arXiv:2505.23585), eq. 10: with l_i the length of response i in tokens,
+    """Optimal baseline: Hao et al. 2025 (arXiv:2505.23585): with l_i the length of response i in tokens,
 
         A_i = r_i - Σ_j l_j r_j / Σ_j l_j
 
@@ -111,8 +111,7 @@ def reinforce_plus_plus(signals: Signals, algorithm: AlgorithmConfig) -> Estimat
 
         A_t = Σ_{k ≥ t} gamma^(k - t) r_k
 
-    The whitening over the step, which is its baseline, is the caller's. Gaps in the mask are stepped over, as in `gae` (verl
-    begins anew at each gap, so that what comes before it would not learn of the score).
+    The whitening over the step, which is its baseline, is the caller's. Gaps in the mask are stepped over, as in `gae`.
     """
     returns = to_go(signals.rewards, signals.mask, algorithm.gamma)
     return returns, returns

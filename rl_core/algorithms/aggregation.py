@@ -13,10 +13,12 @@ def row_weights(mask: Tensor, mode: str, scale: float) -> Tensor:
 
     With N responses that have tokens, and T_i tokens in response i:
 
-        token-mean               1 / Σ_j T_j            DAPO (Yu et al. 2025, arXiv:2503.14476) eq. 8
+        token-mean               1 / Σ_j T_j            DAPO (Yu et al. 2025, arXiv:2503.14476) section 3.3
         seq-mean-token-sum       1 / N
         seq-mean-token-mean      1 / (N · T_i)          GRPO (Shao et al. 2024, arXiv:2402.03300) eq. 3
         seq-mean-token-sum-norm  1 / (N · scale)        Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) section 3.2
+
+    all as in verl, and the last as in TRL's dr_grpo.
 
     Args:
         mask: [B, R] bool of the whole mini-batch on all ranks.

@@ -27,8 +27,8 @@ def rollout_weights(
 
     Returns:
         weights [B, R] of the policy loss, 0 where the mask is false, or None where `rollout_is` is none; and metrics under verl's
-        names: `kl` and `k3_kl`, estimates per token of KL(rollout ‖ training), and of the weights before truncation
-        `rollout_is_mean`, `_min`, `_max` over tokens and `rollout_is_ratio_fraction_high`, the share that is truncated.
+        names, all per token: `kl` and `k3_kl`, estimates of KL(rollout ‖ training); `rollout_is_mean` of the weights; `_min` and
+        `_max` of them before truncation, and `rollout_is_ratio_fraction_high`, the share that is truncated.
     """
     difference = masked(old_logprobs - rollout_logprobs, mask)
     bounded = difference.clamp(-FARTHEST, FARTHEST)
@@ -39,14 +39,14 @@ def rollout_weights(
         return None, metrics
     if algorithm.rollout_is == "sequence":
         bounded = difference.sum(dim=1, keepdim=True).clamp(-FARTHEST, FARTHEST).expand_as(difference)
-    weights = masked(bounded.exp(), mask)
-    metrics |= {
+    ratios = masked(bounded.exp(), mask)
+    weights = ratios.clamp(max=algorithm.rollout_is_threshold)
+    return weights, metrics | {
         "rollout_is_mean": _mean(weights, mask),
-        "rollout_is_min": float(weights[mask].min()),
-        "rollout_is_max": float(weights[mask].max()),
-        "rollout_is_ratio_fraction_high": _mean((weights > algorithm.rollout_is_threshold).double(), mask),
+        "rollout_is_min": float(ratios[mask].min()),
+        "rollout_is_max": float(ratios[mask].max()),
+        "rollout_is_ratio_fraction_high": _mean((ratios > algorithm.rollout_is_threshold).double(), mask),
     }
-    return weights.clamp(max=algorithm.rollout_is_threshold), metrics
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:

@@ -28,7 +28,7 @@ def field_of(own: UserEstimator | UserPolicyLoss) -> str:
 
 
 def checked(own: UserEstimator | UserPolicyLoss, what: str, value: Any, mask: Tensor) -> Tensor:
-    """A tensor [B, R] that the user's function returned, 0 where the mask is false.
+    """A tensor [B, R] that the user's function returned, set to 0 where the mask is false.
 
     Raises:
         ConfigError: it is something else.
@@ -36,6 +36,8 @@ def checked(own: UserEstimator | UserPolicyLoss, what: str, value: Any, mask: Te
     if not isinstance(value, Tensor) or value.shape != mask.shape or not torch.is_floating_point(value):
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise wrong(own, f"{what} must be a floating-point tensor of shape {tuple(mask.shape)}, as the mask; it is {got}")
+    if value.device != mask.device:
+        raise wrong(own, f"{what} is on {value.device}, and what it was given is on {mask.device}")
     return masked(value, mask)
 
 

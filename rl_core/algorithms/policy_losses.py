@@ -60,12 +60,15 @@ def policy_loss(update: Update, algorithm: AlgorithmConfig) -> tuple[Tensor, Sum
     loss, sums = result
     if not isinstance(sums, dict) or not all(isinstance(total, Tensor) and total.numel() == 1 for total in sums.values()):
         raise wrong(own, "sums must be a dict of tensors of one number each")
-    return checked(own, "loss", loss, update.mask), {name: total.detach() for name, total in sums.items()}
+    loss = checked(own, "loss", loss, update.mask)
+    if update.logprobs.requires_grad and not loss.requires_grad:
+        raise wrong(own, "no gradient flows through the loss; it must be made of update.logprobs")
+    return loss, {name: total.detach() for name, total in sums.items()}
 
 
 def ppo(update: Update, algorithm: AlgorithmConfig) -> tuple[Tensor, Sums]:
     """Clipped surrogate: Schulman et al. 2017 (arXiv:1707.06347) eq. 7, with the dual clip of Ye et al. 2020
-    (arXiv:1912.09729) eq. 5.
+    (arXiv:1912.09729).
 
         L = max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high));   where A < 0 also L = min(L, -A·c)
     """
@@ -112,7 +115,7 @@ def cispo(update: Update, algorithm: AlgorithmConfig) -> tuple[Tensor, Sums]:
 
 
 def gpg(update: Update, algorithm: AlgorithmConfig) -> tuple[Tensor, Sums]:
-    """Group policy gradient: Chu et al. 2025 (arXiv:2504.02546) eq. 4, the policy gradient itself without ratio or clip.
+    """Group policy gradient: Chu et al. 2025 (arXiv:2504.02546), the policy gradient itself without ratio or clip.
 
     L = -A · logprob
     """

@@ -1,17 +1,12 @@
+"""Advantages worked out by hand; `test_equations.py` has the random ones."""
+
 import math
 
 import pytest
 import torch
 
-from rl_core.algorithms import gae, token_rewards
-
-
-def slow_gae(rewards, values, gamma, lam):
-    """Eq. 16 as it is written: the sum over l of (gamma·lam)^l delta_{t+l}, for one response without gaps, in float64."""
-    length = len(rewards)
-    following = [*values[1:], 0.0]
-    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
-    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
+from rl_core.algorithms import Signals, estimate, gae, token_rewards
+from rl_core.config.algorithm import AlgorithmConfig
 
 
 def test_gae_by_hand():
@@ -38,45 +33,56 @@ def test_gae_gap_by_hand():
     assert returns.tolist() == [[0.9375, 1.75, 0.0, 4.0]]
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
-def test_gae_on_ragged_rows_with_gaps(gamma, lam):
-    torch.manual_seed(1)
-    mask = torch.tensor(
-        [
-            [1, 1, 1, 1, 1, 1],
-            [1, 1, 1, 0, 0, 0],  # short
-            [1, 0, 0, 1, 1, 0],  # gap
-            [0, 0, 1, 0, 1, 0],  # begins late
-            [1, 0, 0, 0, 0, 0],  # one token
-            [0, 0, 0, 0, 0, 0],  # empty
-        ]
-    ).bool()
-    rewards, values = torch.randn(6, 6), torch.randn(6, 6)
-    garbage = torch.where(mask, 0.0, torch.tensor(math.nan))
-    advantages, returns = gae(rewards + garbage, values + garbage, mask, gamma, lam)
-    for row in range(6):
-        places = mask[row].nonzero()[:, 0].tolist()
-        kept = [rewards[row, t].item() for t in places], [values[row, t].item() for t in places]
-        expected = [0.0] * 6
-        targets = [0.0] * 6
-        for t, advantage, value in zip(places, slow_gae(*kept, gamma, lam), kept[1], strict=True):
-            expected[t], targets[t] = advantage, advantage + value
-        assert advantages[row].tolist() == pytest.approx(expected, abs=1e-5)
-        assert returns[row].tolist() == pytest.approx(targets, abs=1e-5)
+SIGNALS = Signals(
+    rewards=torch.tensor([[0, 1.0, 0], [0, 0, 3.0], [5.0, 0, 0], [2.0, 0, 0], [7.0, 7.0, 7.0]]),
+    mask=torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 0, 0], [0, 0, 0]]).bool(),
+    group=torch.tensor([8, 8, 8, 2, 8]),
+    baseline=torch.tensor([0.5, 0.5, 0.5, 3.0, 0.5]),
+)
+"""Scores 1, 3 and 5 of lengths 2, 3 and 1 to one prompt and 2 to another. The last response has no token: it counts nowhere."""
 
 
-def test_gae_gives_no_gradient():
-    values = torch.zeros(1, 2, requires_grad=True)
-    advantages, returns = gae(torch.ones(1, 2), values, torch.ones(1, 2, dtype=torch.bool), 1.0, 1.0)
-    assert not advantages.requires_grad
-    assert not returns.requires_grad
+@pytest.mark.parametrize(
+    ("config", "by_response"),
+    [
+        # mean 3, unbiased standard deviation 2; alone: the score
+        ({"adv_estimator": "grpo"}, [-1, 0, 1, 2]),
+        ({"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, [-2, 0, 2, 2]),
+        ({"adv_estimator": "reinforce_plus_plus_baseline"}, [-2, 0, 2, 2]),
+        # 1 - (3 + 5) / 2, 3 - (1 + 5) / 2, 5 - (1 + 3) / 2
+        ({"adv_estimator": "rloo"}, [-3, 0, 3, 2]),
+        # (2 · 1 + 3 · 3 + 1 · 5) / 6 = 8 / 3
+        ({"adv_estimator": "opo"}, [-5 / 3, 1 / 3, 7 / 3, 2]),
+        ({"adv_estimator": "remax"}, [0.5, 2.5, 4.5, -1]),
+    ],
+)
+def test_comparisons_by_hand(config, by_response):
+    advantages, _ = estimate(SIGNALS, AlgorithmConfig(**config))
+    expected = torch.where(SIGNALS.mask, torch.tensor([*by_response, 0.0])[:, None], 0.0)
+    assert torch.allclose(advantages, expected, atol=1e-5)
+    assert advantages.dtype == SIGNALS.rewards.dtype
+
+
+def test_reinforce_plus_plus_by_hand():
+    signals = Signals(
+        rewards=torch.tensor([[1.0, 0, 9, 4]]), mask=torch.tensor([[True, True, False, True]]), group=torch.zeros(1).long()
+    )
+    advantages, returns = estimate(signals, AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5))
+    assert advantages.tolist() == [[2.0, 2.0, 0.0, 4.0]]  # 1 + 2/2, 0 + 4/2, a gap, 4
+    assert returns.tolist() == advantages.tolist()
+
+
+def test_advantages_have_no_gradient():
+    rewards, values = torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
+    signals = Signals(rewards=rewards, mask=torch.ones(2, 2).bool(), group=torch.zeros(2).long(), values=values)
+    for name in ("gae", "grpo"):
+        assert not any(tensor.requires_grad for tensor in estimate(signals, AlgorithmConfig(adv_estimator=name)))
 
 
 def test_token_rewards_by_hand():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 0]]).bool()
-    per_token = torch.tensor([[0.5, 1.0, math.nan], [2.0, math.inf, 3.0], [math.nan] * 3, [4.0, 9.0, 9.0]])
-    scores = torch.tensor([1.0, -1.0, 7.0, 0.5])
-    assert token_rewards(scores, None, 0.1, mask).tolist() == [[0, 1, 0], [0, 0, -1], [0, 0, 0], [0.5, 0, 0]]
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]]).bool()
+    scores = torch.tensor([[0.0, 1.0, math.nan], [0.25, math.inf, -1.0], [7.0, 7.0, 7.0]])
+    per_token = torch.tensor([[0.5, 1.0, math.nan], [2.0, math.inf, 3.0], [math.nan] * 3])
+    assert token_rewards(scores, None, 0.1, mask).tolist() == [[0, 1, 0], [0.25, 0, -1], [0, 0, 0]]
     charged = token_rewards(scores, per_token, 0.1, mask)
-    expected = torch.tensor([[-0.05, 0.9, 0], [-0.2, 0, -1.3], [0, 0, 0], [0.1, 0, 0]])
-    assert torch.allclose(charged, expected, atol=1e-6)
+    assert torch.allclose(charged, torch.tensor([[-0.05, 0.9, 0], [0.05, 0, -1.3], [0, 0, 0]]), atol=1e-6)

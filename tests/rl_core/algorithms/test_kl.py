@@ -14,6 +14,7 @@ def test_by_hand():
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert kl(logprobs, reference, mask, "k1").tolist()[0] == pytest.approx([0.693147, -0.693147], abs=1e-6)
     assert kl(logprobs, reference, mask, "k2").tolist()[0] == pytest.approx([0.240227, 0.240227], abs=1e-6)
+    assert kl(logprobs, reference, mask, "abs").tolist()[0] == pytest.approx([0.693147, 0.693147], abs=1e-6)
     # k3: 1/2 - 1 + 0.693147 and 2 - 1 - 0.693147
     assert kl(logprobs, reference, mask, "k3").tolist()[0] == pytest.approx([0.193147, 0.306853], abs=1e-6)
 
@@ -33,7 +34,7 @@ def test_k3_is_bounded():
     assert far.tolist() == [[10.0, 10.0]]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan, 1e30])
 def test_garbage_behind_the_mask_does_not_leak(estimator, garbage):
     logprobs = torch.tensor([[-1.0, garbage, -2.0]], requires_grad=True)
