@@ -40,7 +40,7 @@ app = App(
     "With --traceback an error also shows where it came from.",
     suppress_keyboard_interrupt=False,  # said below, with the command that continues
 )
-for name in ("doctor", "validate", "plan", "bench", "status", "samples"):
+for name in ("doctor", "validate", "plan", "bench", "status", "samples", "verify", "store"):
     app.command(f"flows.commands.{name}:{name}", name=name)
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), consume_multiple=False)]
 

@@ -189,7 +189,10 @@ def find(key: Key) -> Artifact | None:
     if not key.path.exists():
         return None
     try:
-        return open_artifact(key.path)
+        artifact = open_artifact(key.path)
+        if artifact.key != key.value:
+            raise BrokenArtifact(f"{key.path}: it is {artifact.key} under another's name.")
+        return artifact
     except BrokenArtifact as error:
         logger.warning("%s The artifact is set aside as %s and its stage runs again.", error, set_aside(key.path).name)
         return None
