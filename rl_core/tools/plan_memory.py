@@ -140,7 +140,7 @@ def _portion(situation: Situation, each: Held) -> tuple[int, int, int, int]:
 
 def _scoring(situation: Situation, each: Held) -> dict[str, int]:
     rows, prompt, response, _ = _portion(situation, each)
-    return {"gathered": each.gathered, "logits_and_temporary": scoring_peak(each.part, rows, prompt, response)}
+    return {"gathered": each.gathered, "logits_and_temporary": scoring_peak(each.part.frozen, rows, prompt, response)}
 
 
 def _updating(situation: Situation, each: Held) -> list[dict[str, int]]:

@@ -1,7 +1,7 @@
-"""The models of a run as `plan` sees them: sizes of what is held and bytes that are used, by the real modules on a meta device."""
+"""The models of a run as `plan` sees them: what is held and what is used, in bytes, by the real modules on the meta device."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,17 @@ class Part:
         """Its `fsdp` section."""
         return FsdpConfig.model_validate_json(self.fsdp)
 
+    @property
+    def keeping(self) -> "Part":
+        """The same without what only changes what is kept for the backward: for questions that do not depend on it."""
+        plain = self.settings.model_copy(update={"activation_checkpointing": False, "activation_cpu_offload": False})
+        return replace(self, fsdp=plain.model_dump_json())
+
+    @property
+    def frozen(self) -> "Part":
+        """The same for forwards without gradients."""
+        return replace(self.keeping, trained=False)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -101,7 +112,7 @@ class Trace:
 
 @cache
 def sizes(part: Part) -> Sizes:
-    """Raises ConfigError as `sharding.unit_classes` and `lora.add_adapters`."""
+    """Of a part that is `keeping`. Raises ConfigError as `sharding.unit_classes` and `lora.add_adapters`."""
     module, causal = _built(part)
     settings = part.settings
     units = _units(module, unit_classes(causal, settings.wrap_policy), settings.wrap_policy)
@@ -146,7 +157,7 @@ def update_trace(part: Part, rows: int, prompt: int, response: int, entropy: boo
 
 @cache
 def scoring_peak(part: Part, rows: int, prompt: int, response: int) -> int:
-    """Most bytes of a forward without gradients."""
+    """Most bytes of a forward of a part that is `frozen`."""
     module, _ = _built(part)
     with LiveBytes(ignored=[*module.parameters(), *module.buffers()]) as counter, torch.no_grad():
         _run(module, part, rows, prompt, response, entropy=False)

@@ -74,7 +74,12 @@ class Held:
     def parameters(self) -> int:
         """Bytes of this rank's share at rest."""
         frozen = self.sizes.all - self.sizes.trained
-        return (frozen * self.itemsize + self.sizes.trained * self.trained_itemsize) // self.shards
+        return frozen * self.itemsize // self.shards + self.parameters_trained
+
+    @property
+    def parameters_trained(self) -> int:
+        """Of these what the optimizer moves; gradients are as large."""
+        return self.sizes.trained * self.trained_itemsize // self.shards
 
     @property
     def moments(self) -> int:
@@ -128,4 +133,4 @@ def held(situation: Situation, role: Role) -> Held:
     shards = {"fsdp": size, "hsdp": fsdp.hsdp_group_size or min(size, situation.per_node)}.get(fsdp.strategy, 1)
     sequence = fsdp.ulysses_sequence_parallel_size
     eight_bit = isinstance(own, TrainedRoleConfig) and own.optimizer == "adamw8bit"
-    return Held(role, part, sizes(part), fsdp, shards, size // sequence, sequence, size, eight_bit)
+    return Held(role, part, sizes(part.keeping), fsdp, shards, size // sequence, sequence, size, eight_bit)

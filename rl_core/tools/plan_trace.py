@@ -8,6 +8,7 @@ Attention is counted as in CUDA's fused kernels (`use_fused_attention`); torch i
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._unknown = unknown
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in ignored}
+        self._watched: dict[int, weakref.ref] = {}
         self._ignored = ignored  # their addresses must not be given to others
         self.live = self.peak = self.made = 0
         self.most: dict[int, int] = {}
@@ -67,13 +69,14 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        weakref.finalize(storage, self._freed, key)
+        self._known[key] = size = storage.nbytes()
+        self.live += size
+        self._watched[key] = weakref.ref(storage, partial(self._freed, key))
         self.peak = max(self.peak, self.live)
         self.most[self.made] = max(self.most.get(self.made, 0), self.live)
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: Any) -> None:
+        del self._watched[key]
         self.live -= self._known.pop(key)
 
 
