@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from rl_core import algorithms, phases, stall
 from rl_core.batching import BatchPlan
+from rl_core.checkpoint.deadline import Deadline
+from rl_core.checkpoint.saver import Saver
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.config import Config
 from rl_core.data.prompts import Prompt, Prompts
@@ -18,7 +20,7 @@ from rl_core.experience import make_experience, reference_kl
 from rl_core.learner import Learner
 from rl_core.metrics import RunLog, StepStatistics, Timer, mean_and_deviation
 from rl_core.models.tensors import optimizer_tensors, trained_tensors
-from rl_core.optimizers import compress
+from rl_core.optimizers import AdamW8bit
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine
@@ -50,6 +52,8 @@ class Run:
     engine: RolloutEngine | None
     """On the actor's ranks."""
     checkpoints: Checkpoints
+    saver: Saver
+    deadline: Deadline
     stopping: Callable[[], bool]
     """Whether this rank was asked to stop."""
     total_steps: int
@@ -61,6 +65,8 @@ class Run:
     kl_coef: float
     """Weight of the KL to the reference in the next step."""
     first_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step, on rank 0."""
 
     @property
     def learners(self) -> list[Learner]:
@@ -99,7 +105,7 @@ class Run:
         }
 
     def save(self, steps_done: int) -> None:
-        """Commit a checkpoint after so many steps (a collective)."""
+        """Begin to save a checkpoint after so many steps (a collective); `saver` says when it is committed."""
         learners = [learner for learner in self.learners if learner.group.rank == 0]
         parts = self.world.gather({learner.name: learner.state for learner in learners})
         state = {
@@ -109,9 +115,17 @@ class Run:
             "ranks": self.world.size,
             "identity": self.identity,
         }
-        with self._loaded():
-            self.checkpoints.save(steps_done, self.tensors(), state, self.key)
-            self._compress()
+        self.saver.begin(steps_done, self.tensors(), state, self.key, self.metrics)
+        self._compress()
+
+    def saved(self) -> None:
+        """Raise what a save has raised on any rank since it was begun (a collective)."""
+        if self.world.any(self.saver.failed):
+            self.saver.wait()
+
+    def must_stop(self, step_seconds: float) -> bool:
+        """Whether this is to be the last step for now, since a signal or the wall-clock limit says so (a collective)."""
+        return self.world.any(self.stopping() or self.deadline.too_near(step_seconds, self.saver.longest))
 
     def restore(self, artifact: Any) -> None:
         """Go on from a committed checkpoint (a collective)."""
@@ -131,8 +145,9 @@ class Run:
 
     def _compress(self) -> None:
         for learner in self.learners:
-            if learner.optimizer is not None:
-                compress(learner.optimizer)
+            if isinstance(learner.optimizer, AdamW8bit):
+                self.saver.wait_for_copy()  # else its moments would be in memory as floats during the rollout
+                learner.optimizer.compress()
 
 
 def train(run: Run) -> None:
@@ -177,6 +192,7 @@ def train(run: Run) -> None:
                 batch, scores, baseline, logprobs, ref_logprobs, values, run.kl_coef, config, stats
             )  # fmt: skip
 
+        run.saver.wait_for_copy()
         for number, mini in enumerate(experience.mini_batches(plan), start=step * plan.optimizer_steps):
             if run.critic is not None:
                 with timer("update_critic"):
@@ -187,7 +203,8 @@ def train(run: Run) -> None:
         run.kl_coef = algorithms.next_kl_coef(run.kl_coef, reference_kl(experience, config), plan.responses, config.algorithm)
 
         stats.rollout(batch, scores, logprobs)
-        metrics = stats.merge(world, timer)
+        timer.seconds["save"] = run.saver.lost_seconds()
+        metrics = run.metrics = stats.merge(world, timer)
         log.line(f"{where} Training step done, loss: {metrics.get('actor/loss', 0.0):.3g}")
         stop, last = world.any(run.stopping()), step + 1 == run.total_steps
         if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0 and not stop:
@@ -195,9 +212,14 @@ def train(run: Run) -> None:
                 metrics |= validate(run)
         first = range(min(SAMPLES_LOGGED, len(batch)))
         log.step(step, metrics, phases.records(run.tokenizer, prompts, batch.select(first), scores.total[list(first)], n))
-        stop = stop or world.any(run.stopping())
+        stop = stop or run.must_stop(timer.total())
+        run.saved()
         if stop or last or (step + 1) % config.checkpoint.save_steps == 0:
             with stall.phase("saving", step):
                 run.save(step + 1)
+                if stop or last:
+                    run.saver.wait()
         if stop and not last:
-            raise Interrupted(f"Stopped by a signal after step {step + 1} of {run.total_steps}, which is saved.")
+            raise Interrupted(
+                f"Stopped by a signal or the wall-clock limit after step {step + 1} of {run.total_steps}, which is saved."
+            )

@@ -22,16 +22,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from rl_core import stall
 from rl_core.artifacts import Artifact, commit, fresh_scratch, open_artifact
 from rl_core.batching import BatchPlan
+from rl_core.checkpoint.deadline import Deadline
 from rl_core.checkpoint.export import export_policy
+from rl_core.checkpoint.room import at_once, check_room, learned_bytes, policy_bytes
+from rl_core.checkpoint.saver import Saver
 from rl_core.checkpoint.steps import Checkpoints
 from rl_core.checks import check_can_go_on, check_enough_prompts, check_positions
 from rl_core.config import Config, load_config
 from rl_core.config.effects import notes, without_effect
 from rl_core.config.schema import Role as RoleName
 from rl_core.data.prompts import Prompts
+from rl_core.determinism import be_deterministic
 from rl_core.digests import digest_json
 from rl_core.distributed import World, joined, set_timeouts
 from rl_core.dry_run import try_largest_batch
@@ -70,7 +76,8 @@ def main(arguments: Sequence[str]) -> None:
     config = load_config(options.config_path, options.set)
     output = _writable(options.output_dir.absolute())
     signals: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the latter is what batch systems are often told to send before the end
+        signal.signal(number, lambda number, frame: signals.append(number))
     with ExitStack() as stack:
         # Whoever starts after a crash waits, by taking this exclusively, until the last rank of the dead group is gone.
         stack.enter_context(locked(output / "ranks.lock", shared=True))
@@ -93,6 +100,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world: World, stopping: Callable[[], bool]) -> Run:
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
+    be_deterministic(config.trainer.deterministic)
+    deadline = Deadline(config.checkpoint.must_save_by, os.environ)
     plan, prompts, trusted = BatchPlan.of(config), Prompts(dataset.path, "train"), config.model.trust_remote_code
     tokenizer = load_tokenizer_dir(base.path, trusted)
     reward = build_reward(config.reward, config.data.answer_column)
@@ -101,7 +110,9 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         together(lambda: probe(function, [prompts[i] for i in range(min(PROBED_PROMPTS, len(prompts)))]))
     if "reward" in config.roles():
         together(lambda: check_reward_model(config, world.device, tokenizer))
-    checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
+    checkpoints = Checkpoints(
+        output / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best, process_group=dist.new_group(backend="gloo")
+    )
     latest = checkpoints.latest()
     total = config.total_steps(len(prompts))
     identity = training_identity(config, dataset.digest, base.digest)
@@ -128,6 +139,8 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         reference=reference,
         engine=engine,
         checkpoints=checkpoints,
+        saver=Saver(checkpoints, config.checkpoint.async_save),
+        deadline=deadline,
         stopping=stopping,
         total_steps=total,
         key=key,
@@ -138,6 +151,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     if latest is not None:
         run.restore(latest)
         run.log.line(f"Going on from {latest.path.name}: {run.first_step} of {total} steps are done")
+    check_room_for(run)
     if world.device.type == "cuda":  # elsewhere memory is not so short, and time is
         longest, most = dataset.results["prompt_length"]["max"], config.rollout.max_new_tokens
         try_largest_batch(run.learners, plan, longest, most, config.rollout.temperature, world.device)
@@ -171,6 +185,15 @@ def _models(
         role("reward", lambda group: build_reward_model(config, group, device, tokenizer)),
         mine("actor", lambda _: RolloutEngine(base.path, usable_dtype(config, "actor", device), device, config.model)),
     )
+
+
+def check_room_for(run: Run) -> None:
+    """Raises StoreError where the disk will not hold the checkpoints that are kept and the policy. Collective."""
+    settings, directory = run.config.checkpoint, run.checkpoints.directory
+    coming = -(-(run.total_steps - run.first_step) // settings.save_steps)
+    count = at_once(settings.keep + (settings.keep_best is not None), len(run.checkpoints.steps()), coming)
+    needed = count * learned_bytes(run.learners) + policy_bytes(run.actor)
+    together(lambda: check_room(directory, needed, f"What the run will write ({count} checkpoint(s) and the policy)"))
 
 
 def export(run: Run, base: Artifact, output: Path) -> None:

@@ -1,5 +1,6 @@
 """`trainer`: batches and length of the run; `launch`: the processes; `checkpoint`: what is saved."""
 
+from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -45,6 +46,10 @@ class TrainerConfig(Section):
     """A token budget instead: a micro-batch takes as many responses as fit with their prompts, padding included, at least one.
     Then `per_device_train_batch_size` has no effect but on `gradient_accumulation_steps`."""
 
+    deterministic: Runtime[bool] = False
+    """The same number of ranks gives the same bits, on GPUs too: torch's deterministic algorithms, at some cost of speed, and an
+    error where an operation has none. On a CPU that is so in any case."""
+
     logger: Runtime[tuple[Logger, ...]] = ("console", "mlflow")
     """Where the progress of a step is shown: a line of the log, the MLflow run. `metrics.jsonl` is written in any case."""
 
@@ -60,6 +65,11 @@ class LaunchConfig(Section):
 
     threads_per_rank: Annotated[Runtime[int | None], Field(gt=0)] = None
     """CPU threads of a rank. null: the cores shared out evenly."""
+
+    max_restarts: Annotated[Runtime[int], Field(ge=0)] = 3
+    """How often a training whose ranks died (a crash, a killed rank, a fault of the machine) is started again by itself, from its
+    last checkpoint. The same error twice in a row ends it earlier. For trainings that `ppoflow run` starts; torchrun has
+    `--max-restarts`."""
 
     grace_seconds: Annotated[Runtime[float], Field(ge=0, le=25)] = 20.0
     """After Ctrl-C, SIGTERM or a cancel, time for the running step to end and be saved, before the ranks are killed.
@@ -88,3 +98,15 @@ class CheckpointConfig(Section):
 
     keep: Annotated[Runtime[int], Field(ge=2)] = 2
     """Newest checkpoints kept. Never fewer than two: the newest could be damaged."""
+
+    keep_best: Runtime[str | None] = None
+    """A metric, such as `val/reward/mean`: of the checkpoints saved with it, the one with the highest value is kept however old
+    it is. null: none."""
+
+    async_save: Runtime[bool] = True
+    """Write checkpoints while the training goes on. It takes a copy of weights and moments in host memory, and the training waits
+    until that is made, at the latest before the next update; false: no copy, and it waits until the checkpoint is committed."""
+
+    must_save_by: Runtime[datetime | None] = None
+    """When the machine goes away, `2026-12-24T18:00` (of the local clock, or with `+01:00`): the training saves and ends, with
+    exit code 75, where another step might not be saved in time. null: the end of the SLURM job, if it is one."""
