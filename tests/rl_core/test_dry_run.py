@@ -55,6 +55,6 @@ def test_it_is_as_large_as_any_that_can_come_and_changes_nothing(inputs: Path) -
     by_rank = run_ranks(trained, 2, inputs)
     for plain, budget, apart in by_rank:
         assert plain == ([3, 3], True), "per_device_train_batch_size rows, actor and critic"
-        assert budget == ([3, 3], True), "as many of 15 tokens as 64 hold, and no more than the rank has"
-        assert apart == ([3, 3], True), "the gradients of one micro-batch wait for those of the other"
+        assert budget == ([4, 4, 4, 4], True), "as many of 15 tokens as 64 hold; gradients of one wait for those of the other"
+        assert apart == ([3, 3], True), "both micro-batches of the role that this rank has"
     assert json.dumps(by_rank[0]) == json.dumps(by_rank[1])
