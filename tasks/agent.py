@@ -7,6 +7,7 @@ and its exit code says what the ranks' exit codes mean (`rl_core.errors`) where 
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from rl_core.errors import EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER
 from rl_core.process import PARENT, die_with_parent
@@ -19,12 +20,18 @@ def main(arguments: list[str]) -> int:
     """Run the ranks to their end; returns the exit code."""
     die_with_parent()
     os.environ[PARENT] = str(os.getpid())  # for the ranks
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    return supervised(lambda: run(parse_args(arguments)))
+
+
+def supervised(run: Callable[[], object]) -> int:
+    """Let torchrun's agent run the ranks; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
-        run(parse_args(arguments))
+        run()
     except SignalException:
         return EXIT_INTERRUPTED
     except ChildFailedError as error:

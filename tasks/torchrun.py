@@ -13,9 +13,11 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -35,7 +37,15 @@ ERROR_PREFIX = "ppoflow: error: "
 
 
 class TrainingCrashed(PpoflowError):
-    """A rank died of something unforeseen; running again goes on from the last committed checkpoint."""
+    """A rank died of something unforeseen; running again goes on from the last committed checkpoint.
+
+    Attributes:
+        cause: the error in which a rank ended, "" where none could say so, since it was killed.
+    """
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 def run_ranks(
@@ -46,13 +56,17 @@ def run_ranks(
     log_path: Path,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = 0.0,
+    max_restarts: int = 0,
 ) -> None:
     """Run `torchrun --nproc_per_node=N -m <module> <arguments>` to its end. The ranks call `die_with_parent()` first thing.
+
+    SIGUSR1, which batch systems send before they end a job, is passed on to the ranks as the request to save and end.
 
     Args:
         log_path: stdout and stderr of all ranks are appended to it.
         on_line: called with each line, in this thread; a slow one slows the ranks down.
         grace_seconds: when this thread is interrupted, the time that the ranks have to save and exit before they are killed.
+        max_restarts: how often all ranks are started again after a crash; the same error as the time before ends it earlier.
 
     Raises:
         ConfigError: the ranks ended with a message for the user.
@@ -60,6 +74,25 @@ def run_ranks(
         TrainingCrashed: anything else.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    before = ""
+    for left in reversed(range(max_restarts + 1)):
+        try:
+            return _run_once(module, arguments, launch, log_path, on_line, grace_seconds)
+        except TrainingCrashed as crash:
+            if left == 0 or crash.cause == before != "":
+                raise
+            before = crash.cause
+            logger.warning("%s All ranks are started again (%d restart(s) are left after this one).", crash, left - 1)
+
+
+def _run_once(
+    module: str,
+    arguments: list[str],
+    launch: LaunchConfig,
+    log_path: Path,
+    on_line: Callable[[str], None] | None,
+    grace_seconds: float,
+) -> None:
     tail: deque[str] = deque(maxlen=40)
     said: list[str] = []
     ranks = rank_count(launch)
@@ -77,10 +110,11 @@ def run_ranks(
 
         child = _Child(command, ranks, threads_per_rank(launch))
         try:
-            for line in child.lines():
-                record(line)
-                if on_line is not None:
-                    on_line(line)
+            with _on_usr1(child.ask_to_stop):
+                for line in child.lines():
+                    record(line)
+                    if on_line is not None:
+                        on_line(line)
         except BaseException:
             if grace_seconds > 0 and child.ask_to_stop():
                 logger.info("Stopping: the ranks have %.0f s to finish the running step and save it.", grace_seconds)
@@ -177,6 +211,19 @@ class _Child:
         self.process.stdout.close()
 
 
+@contextmanager
+def _on_usr1(action: Callable[[], object]) -> Iterator[None]:
+    """Within the block SIGUSR1 calls `action`. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def _send(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         try:
@@ -194,7 +241,10 @@ def _raise_for(code: int, module: str, said: list[str], tail: list[str], log_pat
     if code == EXIT_USER and said:
         raise ConfigError(said[0])
     last = [line for line in tail if line.strip()][-12:]
+    killed = code < 0 or any("was killed by SIG" in line for line in last)
+    ended = next((line.split(" ended by ", 1)[1] for line in last if " ended by " in line), "")
     raise TrainingCrashed(
         f"{module} ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}. Running the same command again goes on "
-        f"from the last committed checkpoint. Its whole log is {log_path}; the last lines are:\n" + "\n".join(last)
+        f"from the last committed checkpoint. Its whole log is {log_path}; the last lines are:\n" + "\n".join(last),
+        cause="" if killed else ended,
     )

@@ -150,6 +150,7 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
             launch=config.launch,
             log_path=run.directory / "train.log",
             grace_seconds=config.launch.grace_seconds,
+            max_restarts=config.launch.max_restarts,
         )  # fmt: skip
     policy = run.policy()
     if policy is None:

@@ -93,11 +93,14 @@ def test_of_broken_ones_the_latest_is_kept_until_it_is_old(tmp_path: Path) -> No
     def broken() -> set[str]:
         return {path.name for path in (tmp_path / "c").glob(".*")}
 
-    for step in (3, 2):
+    for step in checkpoints.steps():
         damage(checkpoints.path(step), "no manifest")
     with pytest.raises(BrokenArtifact):
         open_artifact(checkpoints.path(2))
-    assert checkpoints.latest() is None
+    with pytest.raises(StoreError, match=r"none of the run's checkpoints is whole.* \.step_000002\.broken-0.*--fresh"):
+        checkpoints.latest()
+    with pytest.raises(StoreError, match="none of the run's checkpoints is whole"):
+        checkpoints.latest()  # nor does it start at step 0 when it is asked again
     assert broken() == {".step_000002.broken-0", ".step_000003.broken-0"}
     saved(tmp_path / "c", 1)
     assert broken() == {".step_000003.broken-0"}
