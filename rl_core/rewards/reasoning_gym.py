@@ -40,12 +40,19 @@ EXTRACT: dict[str, Callable[[str], str]] = {"text": _text, "last_number": last_n
 
 
 class VerifierJudge:
-    """Scores by the verifier of the generator that each prompt came from, with that generator's options."""
+    """Scores by the verifier of the generator that each prompt came from, with that generator's options.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
 
     batched = False
     home: str | None = None
 
     def __init__(self, extract: str) -> None:
+        version()
+        import reasoning_gym  # noqa: F401 – seconds that should not count as those of the first response
+
         self._extract = EXTRACT[extract]
         self._generators: dict[bytes, Any] = {}
 

@@ -5,13 +5,29 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tests.rl_core.config.lab import Observation, judged, prompts, training
+from rl_core.config.keys import leaves
+from tests.rl_core.config.lab import Observation, prompts, training
 from tests.rl_core.config.lab_launch import evaluation, launch, lonely_launch, supervised
 from tests.rl_core.config.lab_models import base_model, layout, learning, structure
+from tests.rl_core.config.lab_rewards import judged
 
 JUDGE = {"reward": {"kind": "model", "name_or_path": "HERE/judge"}}
 GYM = {"data.source": {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 40}, "data.max_prompt_length": 512}
-VERIFIED = GYM | {"reward": {"kind": "reasoning_gym"}}
+VERIFIED = GYM | {"reward": {"kind": "reasoning_gym", "timeout_s": None}}
+REGEX = {"reward": {"kind": "regex", "pattern": "is (\\d)", "group": 1, "timeout_s": None}}
+SPACED = {"reward": {"kind": "regex", "pattern": " \\d+", "timeout_s": None}}
+NEVER_ENDS = {"reward": {"kind": "regex", "pattern": "(.|.|.)*=", "timeout_s": 0.5}}
+MATHS = {"reward": {"kind": "math", "timeout_s": None}}
+NO_ANSWER = MATHS | {"data.answer_column": None}
+FAILS = {"reward.name": "fails"}
+COUNTED = {"reward.on_error": "value"}
+FUNCTION = {"kind": "function", "path": "HERE/reward.py", "timeout_s": None}
+WEIGHTED = {"kind": "weighted", "parts": [{"weight": 2.0, "reward": FUNCTION}]}
+
+
+SERVICE, SLOW, DOWN = (
+    {"reward": {"kind": "http", "url": f"SERVICE/{answer}", "retries": 0}} for answer in ("judge", "slow", "down")
+)
 MORE = {"data.source.path": "HERE/more.jsonl"}
 HALF = {"model.torch_dtype": "bfloat16"}
 ACCUMULATED = {"trainer.train_batch_size": None, "trainer.gradient_accumulation_steps": 2}
@@ -66,11 +82,37 @@ KEYS: dict[str, Shown] = {
     ),
     "data.eval_fraction": Shown(prompts, 0.5),
     "data.shard_rows": Shown(prompts, 7, at="files"),
-    "reward[reasoning_gym].kind": Shown(judged, {"kind": "reasoning_gym"}, GYM),
+    "reward[reasoning_gym].kind": Shown(judged, VERIFIED["reward"], GYM),
+    "reward[reasoning_gym].timeout_s": Shown(judged, 60.0, VERIFIED, at="elsewhere"),
     "reward[reasoning_gym].extract": Shown(judged, "answer_tag", VERIFIED),
-    "reward[function].kind": Shown(judged, {"kind": "function", "path": "HERE/reward.py"}, VERIFIED),
+    "reward[function].kind": Shown(judged, FUNCTION, VERIFIED),
     "reward[function].path": Shown(judged, "HERE/other_reward.py"),
-    "reward[function].name": Shown(judged, "other"),
+    "reward[function].module": Shown(judged, "other_reward", {"reward.path": None, "reward.module": "reward"}, at="scores"),
+    "reward[function].name": Shown(judged, "other", at="scores"),
+    "reward[function].completions": Shown(judged, "messages", {"reward.name": "listed"}, at="scores"),
+    "reward[function].timeout_s": Shown(judged, 60.0, at="elsewhere"),
+    "reward[function].on_error": Shown(judged, "value", FAILS),
+    "reward[function].error_value": Shown(judged, 0.5, FAILS | COUNTED, at="scores"),
+    "reward[math].kind": Shown(judged, MATHS["reward"]),
+    "reward[math].timeout_s": Shown(judged, 60.0, MATHS, at="elsewhere"),
+    "reward[math].on_error": Shown(judged, "value", NO_ANSWER),
+    "reward[math].error_value": Shown(judged, 0.5, NO_ANSWER | COUNTED, at="scores"),
+    "reward[regex].kind": Shown(judged, REGEX["reward"]),
+    "reward[regex].timeout_s": Shown(judged, 60.0, REGEX, at="elsewhere"),
+    "reward[regex].on_error": Shown(judged, "value", NEVER_ENDS),
+    "reward[regex].error_value": Shown(judged, 0.5, NEVER_ENDS | COUNTED, at="scores"),
+    "reward[regex].pattern": Shown(judged, ">(\\d)", REGEX, at="scores"),
+    "reward[regex].group": Shown(judged, 0, REGEX, at="scores"),
+    "reward[regex].normalise": Shown(judged, False, SPACED, at="scores"),
+    "reward[http].kind": Shown(judged, SERVICE["reward"], at="asked"),
+    "reward[http].url": Shown(judged, "SERVICE/other", SERVICE, at="scores"),
+    "reward[http].headers": Shown(judged, {"X-Key": "$PPOFLOW_HOME"}, SERVICE, at="asked"),
+    "reward[http].batch_size": Shown(judged, 2, SERVICE, at="asked"),
+    "reward[http].timeout_s": Shown(judged, 0.2, SLOW | COUNTED, at="scores"),
+    "reward[http].retries": Shown(judged, 1, DOWN | COUNTED, at="asked"),
+    "reward[http].on_error": Shown(judged, "value", DOWN),
+    "reward[http].error_value": Shown(judged, 0.5, DOWN | COUNTED, at="scores"),
+    "reward[weighted].kind": Shown(judged, WEIGHTED, at="scores"),
     "reward[model].kind": Shown(training, JUDGE["reward"], at="metrics"),
     "reward[model].name_or_path": Shown(partial(structure, role="reward"), "HERE/deep", JUDGE, at="result"),
     "reward[model].revision": Shown(partial(structure, role="reward"), "main", JUDGE),
@@ -200,6 +242,14 @@ ELSEWHERE = {
     "data.source[hub].subset": "tests/rl_core/data/test_hub.py::test_errors",
     "data.source[hub].split": "tests/rl_core/data/test_hub.py::test_errors",
     "data.source[hub].revision": "tests/rl_core/data/test_hub.py::test_rows_and_commit",
+    "reward[reasoning_gym].on_error": "tests/rl_core/rewards/test_isolated.py::test_a_verifier_without_end_is_ended",
+    "reward[reasoning_gym].error_value": "tests/rl_core/rewards/test_isolated.py::test_a_verifier_without_end_is_ended",
+    "reward[weighted].parts.weight": "tests/rl_core/rewards/test_weighted.py::test_the_weighted_sum_and_its_parts",
+    **{
+        name: "tests/rl_core/rewards/test_weighted.py::test_a_part_is_read_as_the_reward_alone"
+        for name, _ in leaves()
+        if name.startswith("reward[weighted].parts.reward")
+    },
     "evaluation.samples": "tests/tasks/test_evaluate_policy.py::test_base_and_policy_answer_the_same_prompts",
     "registry.name": "tests/tasks/test_register_policy.py::test_the_version_tells_where_it_came_from_and_why_it_is_champion",
     "registry.experiment": "tests/tasks/test_register_policy.py::test_the_run_that_trained_it_has_the_version_and_the_evaluation",

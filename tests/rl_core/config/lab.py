@@ -34,6 +34,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def other(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) / 8
+
+def listed(completions, **columns):
+    return [len(completion) / 8 for completion in completions]
+
+def fails(solution_str):
+    raise ValueError("no")
 """
 OWN_ALGORITHMS = """
 def advantages(signals, algorithm):
@@ -83,11 +89,11 @@ def place() -> Path:
 
 def configured(overrides: dict[str, Any]) -> Config:
     """A configuration of a short run: two steps of four optimizer steps each, in which all of PPO has something to do.
-    In values, HERE stands for `place()`."""
+    In values, HERE stands for `place()`, SERVICE for the address of a service that judges."""
     values = {
         "model": {"name_or_path": "HERE/model"},
         "data": {"source": {"kind": "files", "path": "HERE/prompts.jsonl"}, "eval_fraction": 0.2, "max_prompt_length": 32},
-        "reward": {"kind": "function", "path": "HERE/reward.py"},
+        "reward": {"kind": "function", "path": "HERE/reward.py", "timeout_s": None},
         "rollout": {"max_new_tokens": 6},
         "algorithm": {"kl_coef": 0.1, "ppo_epochs": 2},
         "trainer": {"max_steps": 2, "train_batch_size": 8, "ppo_mini_batch_size": 4, "per_device_train_batch_size": 4},
@@ -98,6 +104,10 @@ def configured(overrides: dict[str, Any]) -> Config:
         "launch": {"device": "cpu"},
     }
     text = json.dumps([values, overrides]).replace("HERE", str(place()))
+    if "SERVICE" in text:
+        from tests.rl_core.config.lab_rewards import service
+
+        text = text.replace("SERVICE", service())
     return parse_config(*json.loads(text))
 
 
@@ -193,16 +203,3 @@ def prompts(config: Config) -> Observation:
     return {side: [asdict(held[row]) for row in range(len(held))] for side, held in sides.items()} | {
         "files": sorted(str(path.relative_to(dataset.path)) for path in dataset.path.rglob("shard-*"))
     }
-
-
-def judged(config: Config) -> Observation:
-    """The rewards of some responses to the first prompt."""
-    from rl_core.data.prompts import Prompts
-    from rl_core.rewards import build_reward
-
-    dataset = dataset_of(config.model.model_dump_json(), config.data.model_dump_json())
-    first = Prompts(dataset.path, "train")[0]
-    reward = build_reward(config.reward)
-    assert reward is not None
-    texts = ["", "7", str(first.ground_truth), f"it is {first.ground_truth}", f"<answer>{first.ground_truth}</answer>"]
-    return {"scores": [judgement.score for judgement in reward([first] * len(texts), texts, [[1]] * len(texts))]}

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config.reward import FunctionReward
+from rl_core.data import values
+from rl_core.data.generate import create, row
 from rl_core.data.prompts import Prompt
 from rl_core.rewards import Judgement, Reward
 
@@ -23,6 +25,13 @@ def prompt(**fields: Any) -> Prompt:
         }
         | fields
     )
+
+
+def gym_prompt(name: str, index: int = 0, **options: Any) -> Prompt:
+    """As it comes back from a shard."""
+    made = row(create(name, 3, 1, options)[index], {"dataset": name, "options": options})
+    extra = values.loads(values.dumps({key: made[key] for key in ("metadata", "entry", "generator")}))
+    return prompt(question=made["prompt"], ground_truth=made["answer"], data_source=name, extra_info=extra)
 
 
 def function(tmp_path: Path, code: str, name: str = "compute_score", **settings: Any) -> FunctionReward:

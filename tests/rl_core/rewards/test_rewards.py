@@ -9,25 +9,16 @@ from pathlib import Path
 import pytest
 
 from rl_core.config.reward import FunctionReward, ModelReward, ReasoningGymReward
-from rl_core.data import values
-from rl_core.data.generate import create, row
-from rl_core.data.prompts import Prompt
+from rl_core.data.generate import create
 from rl_core.errors import ConfigError, ModelError, RewardError
 from rl_core.rewards import build_reward, probe, reward_fingerprint
 from rl_core.rewards.reasoning_gym import EXTRACT
-from tests.rl_core.rewards.samples import SIGNATURE, function, prompt, scores
+from tests.rl_core.rewards.samples import SIGNATURE, function, gym_prompt, prompt, scores
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "home"))
-
-
-def gym_prompt(name: str, index: int = 0, **options) -> Prompt:
-    """As it comes back from a shard."""
-    made = row(create(name, 3, 1, options)[index], {"dataset": name, "options": options})
-    extra = values.loads(values.dumps({key: made[key] for key in ("metadata", "entry", "generator")}))
-    return prompt(question=made["prompt"], ground_truth=made["answer"], data_source=name, extra_info=extra)
 
 
 @pytest.mark.parametrize(
