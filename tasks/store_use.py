@@ -93,9 +93,7 @@ class _Register:
 
 def _waiting(store: Path, shared: bool) -> AbstractContextManager[None]:
     return locked(
-        store / ".gc.lock",
-        shared,
-        on_wait=lambda holder: logger.info("Waiting for %s, which collects garbage in the store", holder),
+        store / ".gc.lock", shared, on_wait=lambda holder: logger.info("The list of the store's users is held by %s", holder)
     )
 
 

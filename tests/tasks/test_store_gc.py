@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tasks import store_use
 from tasks.mlflow_registry import CHAMPION, RegistryError, registry
 from tasks.mlflow_versions import register
 from tasks.runs import Run
-from tasks.store import ROOT, Key, Reference, lock_path, produce
+from tasks.store import ROOT, Key, Reference, find, lock_path, produce
 from tasks.store_contents import artifacts, leavings, run_directories
 from tasks.store_gc import collect
 from tasks.store_references import references, registered
@@ -239,8 +240,34 @@ def test_without_the_registry_nothing_is_deleted(home: Path, monkeypatch: pytest
     assert aside.is_dir()
 
 
+def test_who_begins_to_use_something_is_waited_for(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    artifact = made("letters", 1)
+    caplog.set_level("INFO", "tasks.store_use")
+    collector = threading.Thread(target=collect, args=(0,))
+    with locked(home / "store" / ".gc.lock", shared=True):  # as in `use`, before its line is written
+        collector.start()
+        while collector.is_alive() and "list of the store's users" not in caplog.text:
+            collector.join(0.01)
+        store_use.use(artifact.path)
+    collector.join()
+    assert artifact.open()
+
+
+def test_nobody_begins_to_use_what_is_being_deleted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    artifact, opened = made("letters", 1), []
+    caplog.set_level("INFO", "tasks.store_use")
+    user = threading.Thread(target=lambda: opened.append(find(Key("letters", artifact.key, {}))))
+    with store_use.collecting(home / "store"):
+        user.start()
+        while user.is_alive() and "list of the store's users" not in caplog.text:
+            user.join(0.01)
+        set_aside(artifact.path)
+    user.join()
+    assert opened == [None]
+
+
 def test_flows_go_on_beside_it(home: Path) -> None:
-    flows = [subprocess.Popen([sys.executable, "-c", FLOWS, "12"], cwd=ROOT) for _ in range(2)]
+    flows = [subprocess.Popen([sys.executable, "-c", FLOWS, "6"], cwd=ROOT) for _ in range(2)]
     deleted = 0
     while any(flow.poll() is None for flow in flows):
         deleted += len(collect(0).items)
