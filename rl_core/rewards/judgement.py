@@ -5,6 +5,8 @@ import numbers
 from typing import Any, NamedTuple
 
 NOT_APPLICABLE = "not_applicable"
+LARGEST = 3.4028234e38
+"""Scores become numbers of 32 bits."""
 
 
 class Sample(NamedTuple):
@@ -87,6 +89,8 @@ def read(value: Any, length: int, may_be_none: bool) -> Judgement | Failure:
         if not all(map(_finite, score)):
             return _invalid(value, "not a finite number for each token")
         tokens = [float(item) for item in score]
+        if not _finite(math.fsum(tokens)):
+            return _invalid(value, "no finite number in 32 bits when added up")
         return Judgement(math.fsum(tokens), tokens, extras)
     if not _finite(score):
         return _invalid(value, "no finite number")
@@ -94,7 +98,7 @@ def read(value: Any, length: int, may_be_none: bool) -> Judgement | Failure:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and abs(value) <= LARGEST  # NaN is not
 
 
 def _invalid(value: Any, what: str) -> Failure:

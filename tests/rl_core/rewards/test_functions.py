@@ -202,6 +202,9 @@ def test_numbers_of_other_kinds(tmp_path: Path, result: str) -> None:
         ("return {'score': 1, 'tokens': [1, 2, 3]}", ["score and tokens at once"]),
         ("return {}", ["'score'"]),
         ("return 1j", ["1j", "no finite number"]),
+        ("return 10**400", ["no finite number"]),
+        ("return -1e39", ["-1e+39", "no finite number"]),
+        ("return [3e38, 3e38, 0]", ["no finite number in 32 bits"]),
     ],
 )
 def test_what_is_no_judgement(tmp_path: Path, body: str, words: list[str]) -> None:
