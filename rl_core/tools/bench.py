@@ -20,7 +20,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def measure(config: Config, work: Path, world: World, warm: int, prompt_tokens: 
     dataset, base = inputs(config, work, world, plan, prompt_tokens, random)
     output = work / "run"
     together(lambda: _empty(output) if world.is_main else None)
-    with bench_inputs.random_weights() if random else nullcontext(), stall.phase("building the models"):
+    with bench_inputs.for_a_bench(random), stall.phase("building the models"):
         run = Unsaved(**vars(build(config, dataset, base, output, world, stopping=lambda: False)))
     run.stop_ids = set()
     if on_gpu:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rl_core import train
 from rl_core.artifacts import commit, fresh_scratch
 from rl_core.config.model import ModelConfig
 from rl_core.data.shards import Blocks
@@ -75,14 +76,20 @@ def _counting_tokenizer(size: int) -> Any:
 
 
 @contextmanager
-def random_weights() -> Iterator[None]:
-    """Models built within get random weights, the same for actor, critic and reference however they are spread."""
-    load = build._load
-    build._load = _fill  # type: ignore[assignment]
+def for_a_bench(random: bool) -> Iterator[None]:
+    """Runs built within need no room for checkpoints, since none are saved.
+
+    Args:
+        random: models get random weights, the same for actor, critic and reference however they are spread.
+    """
+    load, check = build._load, train.check_room_for
+    train.check_room_for = lambda run: None
+    if random:
+        build._load = _fill  # type: ignore[assignment]
     try:
         yield
     finally:
-        build._load = load
+        build._load, train.check_room_for = load, check
 
 
 @torch.no_grad()
