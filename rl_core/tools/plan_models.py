@@ -56,7 +56,7 @@ class Part:
     lora: str | None
     """The section of its adapters as JSON."""
     fsdp: str
-    """Its `FsdpConfig` as JSON."""
+    """Of its `FsdpConfig`, as JSON, what changes the module or how it runs: the same traces serve as many settings as can be."""
     dtype: torch.dtype
     """In which it computes."""
 

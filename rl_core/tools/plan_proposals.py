@@ -31,9 +31,9 @@ class Proposal:
 
 def propose(plan: Plan) -> Proposal | None:
     """Take on, one after the other, activation checkpointing, the smallest micro-batches, the smallest rollout batches (where the
-    rollout is what does not fit), optimizer offload, parameter offload, 8-bit moments, adapters, more GPUs, each if less is needed
-    with it, until it fits. Then leave out again what turns out needless, and let batches be as large as they can. None: all of it
-    is not enough."""
+    rollout is what does not fit), optimizer offload, parameter offload, 8-bit moments, adapters, more GPUs, each if less is
+    needed with it, until it fits. Then leave out again what turns out needless, and let batches be as large as they can. None:
+    all of it is not enough."""
     taken: dict[str, Changes] = {}
     now, before = plan, 0
     while not now.fits and before != now.peak.total:
@@ -46,7 +46,7 @@ def propose(plan: Plan) -> Proposal | None:
                 taken, now = taken | {name: more}, tried
     if not now.fits:
         return None
-    for name in list(taken):
+    for name in reversed(list(taken)):  # what costs most first
         fewer = {other: changes for other, changes in taken.items() if other != name}
         without = _planned(plan, fewer)
         if without is not None and without.fits:

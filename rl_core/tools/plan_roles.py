@@ -8,7 +8,7 @@ from rl_core.config import Config
 from rl_core.config.fsdp import FsdpConfig
 from rl_core.config.roles import TrainedRoleConfig
 from rl_core.config.schema import Role
-from rl_core.groups import ranks_of
+from rl_core.groups import _layout, ranks_of
 from rl_core.optimizers import BLOCK
 from rl_core.tools.plan_models import Model, Part, Sizes, sizes
 
@@ -113,7 +113,7 @@ class Held:
 
 
 def held(situation: Situation, role: Role) -> Held:
-    """A role as each of its ranks has it."""
+    """A role as each of its ranks has it. Raises ConfigError as `rl_core.groups.make_groups`."""
     config = situation.config
     fsdp, own = config.fsdp_of(role), config.role(role)
     size = len(ranks_of(config, role, situation.ranks))
@@ -126,11 +126,15 @@ def held(situation: Situation, role: Role) -> Held:
         role in ("critic", "reward"),
         trains,
         adapters.model_dump_json() if adapters is not None else None,
-        # What does not change the module or how it runs is left out, so that fewer traces are made.
-        fsdp.model_copy(update={"strategy": "fsdp", "param_offload": False, "optimizer_offload": False}).model_dump_json(),
+        FsdpConfig(
+            wrap_policy=fsdp.wrap_policy,
+            activation_checkpointing=fsdp.activation_checkpointing,
+            activation_cpu_offload=fsdp.activation_cpu_offload,
+        ).model_dump_json(),
         getattr(torch, config.dtype_of(role)),
     )
-    shards = {"fsdp": size, "hsdp": fsdp.hsdp_group_size or min(size, situation.per_node)}.get(fsdp.strategy, 1)
+    in_groups = fsdp.model_copy(update={"hsdp_group_size": fsdp.hsdp_group_size or min(size, situation.per_node)})
+    _, shards = _layout(role, size, in_groups)
     sequence = fsdp.ulysses_sequence_parallel_size
     eight_bit = isinstance(own, TrainedRoleConfig) and own.optimizer == "adamw8bit"
     return Held(role, part, sizes(part.keeping), fsdp, shards, size // sequence, sequence, size, eight_bit)
