@@ -1,5 +1,6 @@
 """How the ranks of a validation come to one verdict on each step, although a model may fail on one of them only."""
 
+import itertools
 import json
 import logging
 import traceback
@@ -18,6 +19,7 @@ from rl_core.preflight import listed
 
 PATIENCE_SECONDS = 60.0
 """For the other ranks, after one has failed: those that do not come within it are stuck in a collective."""
+_made = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Tried:
     found: str = ""
     error: str | None = None
     notes: tuple[str, ...] = ()
+    took_part: bool = False
 
 
 class Ranks:
@@ -34,6 +37,7 @@ class Ranks:
 
     They tell each other through their store and not by a collective, since a model may fail on one rank while the others wait
     for it in a collective of its own.
+    Made by all ranks together.
     """
 
     def __init__(self, world: World, patience: float = PATIENCE_SECONDS, limit: float = 3600.0) -> None:
@@ -41,7 +45,7 @@ class Ranks:
         self._world, self._patience, self._limit, self._steps = world, patience, limit, 0
         self._store = None
         if world.size > 1:
-            self._store = dist.PrefixStore("validate", distributed_c10d._get_default_store())
+            self._store = dist.PrefixStore(f"validate/{next(_made)}", distributed_c10d._get_default_store())
 
     def attempt(self, what: str, action: Callable[[], str] | None) -> Tried:
         """Call `action`, which says what it found, and learn what it came to on all ranks.
@@ -64,7 +68,8 @@ class Ranks:
                 except Exception as error:  # noqa: BLE001 – models bring code of their own, and this is to say what it raises
                     mine = Tried(error=_described(error))
             found = "; ".join(filter(None, [*(text for level, text in said if level == logging.INFO), mine.found]))
-            mine = Tried(found, mine.error, tuple(dict.fromkeys(text for level, text in said if level > logging.INFO)))
+            notes = tuple(dict.fromkeys(text for level, text in said if level > logging.INFO))
+            mine = Tried(found, mine.error, notes, took_part=True)
         return _merged(self._exchange(what, mine))
 
     def _exchange(self, what: str, mine: Tried) -> list[Tried]:
@@ -82,7 +87,7 @@ class Ranks:
                 f"{what} failed on rank {self._world.rank}, and the other ranks wait for it in a collective: {mine.error}"
             ) from None
         values = [json.loads(self._store.get(key)) for key in keys]
-        return [Tried(value["found"], value["error"], tuple(value["notes"])) for value in values]
+        return [Tried(**value | {"notes": tuple(value["notes"])}) for value in values]
 
 
 def _merged(tried: list[Tried]) -> Tried:
@@ -90,7 +95,7 @@ def _merged(tried: list[Tried]) -> Tried:
     for rank, one in enumerate(tried):
         if one.error is not None:
             failed.setdefault(one.error, []).append(rank)
-    alike = len(failed) == 1
+    alike = len(failed) == 1 and all(one.error is not None for one in tried if one.took_part)
     errors = [error if alike else f"{listed(ranks)}: {error}" for error, ranks in failed.items()]
     found = next((one.found for one in tried if one.found), "")
     notes = dict.fromkeys(note for one in tried for note in one.notes)
