@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def none(completions, **columns):
 
 def some_fail(solution_str):
     return 1 / len(solution_str.replace("7", ""))
+
+def one_fails(solution_str):
+    return 1 / (345 - int(solution_str or 0))
 
 def all_fail(solution_str):
     raise ValueError("no")
@@ -89,6 +93,16 @@ def scorer(settings: Config, directory: Path, world: World) -> Scorer:
     return Scorer(settings, tokenizer, world, build_reward(settings.reward), judge)
 
 
+@contextmanager
+def alone() -> Iterator[World]:
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(0, 1, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
 def scored(rank: int, directory: Path, rewards: list[dict[str, Any]]) -> list[Scores | str]:
     """What each reward gives, or its message."""
     world = World(rank, dist.get_world_size(), torch.device("cpu"))
@@ -113,7 +127,7 @@ def results(directory: Path) -> dict[str, list[Any]]:
         "steps": steps,
         "only some": function(directory, "only_some"),
         "some fail": function(directory, "some_fail", on_error="value", error_value=-1.0),
-        "stops": function(directory, "some_fail"),
+        "stops": function(directory, "one_fails"),
         "all fail": function(directory, "all_fail", on_error="value"),
         "judge": judge,
         "all": weighted((2.0, length), (0.5, judge), (10.0, steps)),
@@ -121,10 +135,11 @@ def results(directory: Path) -> dict[str, list[Any]]:
         "half a judge": weighted((0.5, judge)),
     }
     seen: dict[str, list[Any]] = {name: [] for name in cases}
-    for ranks in (1, 2):
-        for said in run_ranks(scored, ranks, directory, list(cases.values())):
-            for name, result in zip(cases, said, strict=True):
-                seen[name].append(result)
+    with alone():
+        said = [scored(0, directory, list(cases.values()))]
+    for rank in said + run_ranks(scored, 2, directory, list(cases.values())):
+        for name, result in zip(cases, rank, strict=True):
+            seen[name].append(result)
     return seen
 
 
@@ -165,9 +180,9 @@ def test_failures_are_counted(results: dict[str, Any]) -> None:
 
 def test_it_stops_on_all_ranks(results: dict[str, Any]) -> None:
     for message in results["stops"]:
-        assert "some_fail in" in message
+        assert "one_fails in" in message
         assert "raises ZeroDivisionError" in message
-    assert len(set(results["stops"][1:])) == 1
+    assert len(set(results["stops"])) == 1, "also where another rank judged the response"
     assert all(message.startswith("reward: none of the 6 responses could be judged") for message in results["all fail"])
 
 
@@ -179,9 +194,8 @@ def test_a_model_alone_and_with_functions(results: dict[str, Any]) -> None:
         *(results[name] for name in ("judge", "all", "judge where nothing applies", "half a judge")), strict=True
     ):
         torch.testing.assert_close(model.total, alone, rtol=0, atol=1e-5)
-        torch.testing.assert_close(
-            model.tokens.sum(dim=1), torch.where(batch().response_length > 0, alone, 0.0), rtol=0, atol=1e-5
-        )
+        placed = torch.where(batch().response_length > 0, alone, 0.0)
+        torch.testing.assert_close(model.tokens.sum(dim=1), placed, rtol=0, atol=1e-5)
         assert model.metrics == {}
         torch.testing.assert_close(mixed.total, torch.tensor(rest) + 0.5 * alone, rtol=0, atol=1e-5)
         torch.testing.assert_close(mixed.tokens[3], torch.tensor([0, 10, 20, 30 + 6 + 0.5 * alone[3]]), rtol=0, atol=1e-5)
@@ -193,19 +207,9 @@ def test_a_model_alone_and_with_functions(results: dict[str, Any]) -> None:
             torch.testing.assert_close(result.total, 0.5 * alone, rtol=0, atol=1e-5)
 
 
-def apart(rank: int, directory: Path) -> list[str]:
-    """What is warned of over two steps."""
-    said: list[str] = []
-    logging.getLogger("rl_core").addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    world = World(rank, 1, torch.device("cpu"))
-    settings = config(reward=function(directory, "only_some")).settled(1)
-    score = scorer(settings, directory, world)
-    for _ in range(2):
-        score(prompts(), batch(), n=2)
-    return said
-
-
-def test_it_is_said_once_that_no_reward_applies(directory: Path) -> None:
-    ((message,),) = run_ranks(apart, 1, directory)
-    assert "no reward applies to (None) is worth 0" in message
+def test_it_is_said_once_that_no_reward_applies(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with alone() as world, caplog.at_level(logging.WARNING):
+        score = scorer(config(reward=function(directory, "only_some")).settled(1), directory, world)
+        for _ in range(2):
+            score(prompts(), batch(), n=2)
+    assert [record.getMessage().count("no reward applies to (None) is worth 0") for record in caplog.records] == [1]
