@@ -29,7 +29,7 @@ from rl_core.artifacts import (
     set_aside,
 )
 from rl_core.digests import digest_json, flatten
-from rl_core.errors import BrokenArtifact, PpoflowError, StoreError
+from rl_core.errors import BrokenArtifact, StoreError
 from rl_core.home import home, writable
 from rl_core.locks import locked
 from tasks.store_use import use
@@ -172,7 +172,7 @@ def produce(
                 raise
             if not keep_scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
-            said = f"{error}" if isinstance(error, PpoflowError) else f"{scratch.parent}: {refused.strerror}."
+            said = f"{error}" if isinstance(error, StoreError) else f"{scratch.parent}: {refused.strerror}."
             raise StoreError(f"{key.stage}: {said} {remedy(refused)}") from error
         replaced = set_aside(key.path) if key.path.exists() else None
         artifact = commit(
