@@ -69,7 +69,7 @@ def _print_run(console: "Console", run: "RunStatus", first: bool) -> None:
     lines: dict[str, list[str | None]] = {
         "reward": [_reward(run)],
         "speed": [_speed(run), f"about {_time(run.left_s)} left" if run.left_s is not None else None],
-        "checkpoint": [_checkpoint(run), f"{run.bytes / 1e9:.2f} GB on disk"],
+        "checkpoint": [_checkpoint(run), f"{_bytes(run.bytes)} on disk"],
         "last step": [f"{_time(run.last_step_age_s)} ago" if run.last_step_age_s is not None else None],
         "directory": [run.path],
     }
@@ -111,3 +111,7 @@ def _time(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tasks import samples
+from tasks.runs import Run
 from tasks.tracking import Tracking, find_run
 
 
@@ -43,7 +44,7 @@ def test_the_table_follows_the_file_and_never_repeats_a_row(home: Path, monkeypa
 
     monkeypatch.setattr(samples, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(samples, "SHARE", 0)
-    path = home / "runs" / "follows" / "samples.jsonl"
+    path = Run("follows", {}, 4).directory / "samples.jsonl"
     first = of("follows")
     first.log_step(0, {"loss": 1.0})  # the step's metrics are written before its samples
     write(path, 0, 2)
