@@ -25,6 +25,12 @@ class FallibleReward(Section):
     error_value: float = 0.0
     """What such a response is worth."""
 
+    @model_validator(mode="after")
+    def _worth(self) -> "FallibleReward":
+        if self.on_error == "raise" and self.error_value != 0:
+            raise ValueError("reward.error_value has no effect with reward.on_error = raise; set reward.on_error to value")
+        return self
+
 
 class ReasoningGymReward(FallibleReward):
     """reasoning-gym's own verifier of the dataset that the prompt came from."""

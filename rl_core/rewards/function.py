@@ -42,6 +42,8 @@ class FunctionJudge:
         self.home: str | None = getattr(getattr(self._function, "__code__", None), "co_filename", None)
         self._required, self._named, self._any = _parameters(self._function)
         self.batched = bool(self._named & set(TRL))
+        if self._messages and not self.batched:
+            raise RewardError(f"{self._takes()}; {field}.completions = messages is for those that take {' and '.join(TRL)}.")
         if not self.batched:
             given = (set(VERL) if self._any else self._named & set(VERL)) | (self._named & {"response_ids"})
             if not given & {"solution_str", "response_ids"} or not self._required <= given:

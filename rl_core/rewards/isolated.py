@@ -118,4 +118,4 @@ def _stop(process: "subprocess.Popen[bytes]", channel: Connection) -> str:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -98,7 +98,8 @@ def read(value: Any, length: int, may_be_none: bool) -> Judgement | Failure:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and abs(value) <= LARGEST  # NaN is not
+    real = isinstance(value, numbers.Real)
+    return real and bool(abs(value) <= LARGEST)  # NaN is not
 
 
 def _invalid(value: Any, what: str) -> Failure:

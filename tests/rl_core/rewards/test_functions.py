@@ -263,6 +263,11 @@ def test_other_signatures_are_refused(tmp_path: Path, code: str, words: list[str
     assert all(word in str(caught.value) for word in ["reward.name = compute_score", *words]), caught.value
 
 
+def test_messages_are_for_functions_that_take_lists(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"takes \(.*\); reward.completions = messages is for those that take prompts and"):
+        build_reward(function(tmp_path, VERL_DOCS, "my_reward_fn", completions="messages"))
+
+
 def test_a_function_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in the working directory as `python -m` finds it; its package is part of what it is."""
     package = tmp_path / "my_rewards_of_a_test"
@@ -300,7 +305,6 @@ def test_what_is_in_the_fingerprint(tmp_path: Path) -> None:
     config = function(tmp_path, VERL_DOCS, "my_reward_fn")
     first = reward_fingerprint(config)
     assert reward_fingerprint(config.model_copy(update={"timeout_s": 5.0})) == first
-    counted = reward_fingerprint(config.model_copy(update={"on_error": "value"}))
-    assert counted != first
-    assert reward_fingerprint(config.model_copy(update={"on_error": "value", "error_value": 1.0})) not in (first, counted)
-    assert reward_fingerprint(config.model_copy(update={"completions": "messages"})) != first
+    others = [{"on_error": "value"}, {"on_error": "value", "error_value": 1.0}, {"completions": "messages"}]
+    prints = [first, *(reward_fingerprint(config.model_copy(update=other)) for other in others)]
+    assert all(prints.count(one) == 1 for one in prints)

@@ -58,7 +58,7 @@ def test_what_hangs_or_ends_its_process_costs_its_own_response(tmp_path: Path, c
     ("response", "words"),
     [
         ("hang", ["takes longer than reward.timeout_s = 2 s", "reward.on_error = value"]),
-        ("kill", ["ends its process (signal SIGKILL)"]),
+        ("kill", ["ends its process (signal 9, Killed)"]),
         ("raise", ["raises ValueError: no (line 8 of ", "reward.py)"]),
     ],
 )

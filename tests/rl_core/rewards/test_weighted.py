@@ -54,7 +54,7 @@ def test_where_no_part_applies_and_where_one_fails(tmp_path: Path) -> None:
     assert none.failed == "not_applicable"
     assert (bad.score, bad.failed) == (-2.0, "invalid")
     assert (good.score, good.failed) == (2.0, None)
-    strict = weighted((1.0, REGEX), (2.0, only.model_copy(update={"on_error": "raise"})))
+    strict = weighted((1.0, REGEX), (2.0, only.model_copy(update={"on_error": "raise", "error_value": 0.0})))
     with pytest.raises(RewardError, match=r"^reward.parts\[1\].reward: compute_score in .*'bad'"):
         judged(build_reward(strict), [prompt()], ["bad"])
 
@@ -98,6 +98,7 @@ def test_identity_and_fingerprint_are_those_of_the_parts(tmp_path: Path) -> None
         ([{"weight": 1, "reward": REGEX | {"pattrn": 1}}], ["reward.parts[0].reward.pattrn"]),
         ([{"weight": 1, "reward": REGEX}, {"reward": REGEX}], ["reward.parts[1].weight: Field required"]),
         ([{"weight": 1, "reward": {"kind": "function"}}], ["reward.parts[0].reward: reward.path and reward.module"]),
+        ([{"weight": 1, "reward": REGEX | {"error_value": 1}}], ["reward.parts[0].reward: reward.error_value has no effect"]),
         ([{"weight": 1, "reward": MODEL}] * 2, ["reward.parts[0, 1]: a run has one reward model at most"]),
         ([{"weight": 1, "reward": {"kind": "weighted", "parts": []}}], ["reward.parts[0].reward", "'weighted'"]),
     ],
