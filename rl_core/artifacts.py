@@ -100,7 +100,7 @@ def commit(
         manifest["checksum"] = digest_json(manifest)
         (scratch / MANIFEST).write_text(_text(manifest), encoding="utf-8")
         _sync(scratch / MANIFEST)
-        for directory in {path.parent for path in files} | {scratch}:
+        for directory in {scratch / parent for path in files for parent in path.relative_to(scratch).parents} | {scratch}:
             _sync(directory)
         if final.exists():
             raise StoreError(f"{final} exists already; set it aside first.")

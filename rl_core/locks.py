@@ -92,7 +92,7 @@ class _Waiting:
             self.said = True
         silent = time.monotonic() - self.since
         if self.on_wait is not None and name and not self.said_silent and silent >= self.silent_seconds:
-            self.on_wait(f"{name}, which has given no sign of life for {silent:.0f} s{_remedy(name)}")
+            self.on_wait(f"{name} (no sign of life for {silent:.0f} s: stopped or hanging{_remedy(name)})")
             self.said_silent = True
         time.sleep(self.poll_seconds)
 
@@ -101,7 +101,7 @@ def _remedy(holder: str) -> str:
     number = re.match(r"process (\d+) on ", holder)
     if number is None:
         return ""
-    return f" (stopped, or hanging: there, `kill -CONT {number[1]}` lets it go on and `kill -KILL {number[1]}` frees the lock)"
+    return f"; on that host `kill -CONT {number[1]}` lets it go on and `kill -KILL {number[1]}` frees the lock"
 
 
 def _acquired(path: Path, shared: bool, waiting: _Waiting | None) -> int:

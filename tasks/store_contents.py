@@ -26,8 +26,8 @@ class Item:
     stage: str
     key: str
     state: str
-    """Of an artifact `committed` or `damaged`; of a run `running`, `stopped` or `finished`; else `being made`, `unfinished` (its
-    writer is dead) or `set aside`."""
+    """Of an artifact `committed` or `damaged`; of a run `running`, `stopped`, `finished` or `replaced` (until the one that `--fresh`
+    began is finished); else `being made`, `unfinished` (its writer is dead) or `set aside`."""
     bytes: int
     """On disk; what has several names in it counts once."""
     idle_s: float
@@ -74,7 +74,19 @@ def artifacts() -> list[Item]:
 
 def run_directories() -> list[Item]:
     """The trainings."""
-    return [
+    replaced = [
+        Item(
+            stage=RUN,
+            key=path.name[1:].partition(".")[0],
+            state="replaced",
+            bytes=size([path]),
+            idle_s=_idle(path),
+            path=path,
+            locks=_run_locks(path),
+        )
+        for path in sorted((home() / "runs").glob(".*.replaced-*"))
+    ]
+    return replaced + [
         Item(
             stage=RUN,
             key=run.key,

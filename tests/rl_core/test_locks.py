@@ -94,7 +94,7 @@ def test_a_stopped_holder_is_named_to_the_waiter_with_what_to_do(tmp_path):
     name = f"process {process.pid} on {os.uname().nodename}"
     assert said[0] == name
     assert len(said) == 2
-    assert said[1].startswith(f"{name}, which has given no sign of life for 0 s (stopped, or hanging: ")
+    assert said[1].startswith(f"{name} (no sign of life for 0 s: stopped or hanging; on that host ")
     assert f"`kill -CONT {process.pid}` lets it go on and `kill -KILL {process.pid}` frees the lock" in said[1]
 
 

@@ -214,6 +214,7 @@ def test_of_runs_only_finished_old_unregistered_ones_go_and_leavings_from_all(ho
     for run in (running, ranks):
         assert len([*run.directory.glob(".*"), *(run.directory / "checkpoints").glob(".*")]) == 3
     assert replaced.is_dir()
+    assert {(item.key, item.state) for item in run_directories()} >= {(stopped.key, "stopped"), (stopped.key, "replaced")}
     assert dataset.path.is_dir(), "a training that is not finished needs it"
     with registry("delete a test's version") as client:
         client.delete_registered_model("runs-stay")
