@@ -1,15 +1,15 @@
 """Generation in slots: rows that are done leave, waiting prompts take their place, so a ragged batch costs what it generates.
 
 All rows decode together, one token a step, over the static cache. What a step needs to know is on the device; the host looks
-every few steps, takes finished responses out and fills the free slots by one forward of the waiting prompts, packed. A prompt's last
-token is the first input of the decoding, so a prompt that another slot holds already is copied from there and not computed again.
+every few steps, takes finished responses out and fills the free slots by one forward of waiting prompts, packed. The last token
+of a prompt is the first input of the decoding, so a prompt that another slot holds already is copied and not computed again.
 """
 
+import time
 from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_core.rollout.batch import PAD_ID, RolloutBatch
 from rl_core.rollout.cache import Layer, Layout, Rows, attending
@@ -28,17 +28,19 @@ class SlotDecoder:
     """Draws responses with a transformers module whose attention `cache.attend` serves."""
 
     def __init__(self, model: Any, layout: Layout, runner: Runner) -> None:
-        self._model, self._layout, self._runner = model, layout, runner
+        self._model, self._layout, self.runner = model, layout, runner
         self._device: torch.device = model.device
         self._slots: Slots | None = None
         self._keys = self._values = torch.empty(0)
         self._held: list[int] = []
         """For each slot the request whose prompt its cache begins with; -1: none."""
+        self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
+        """Of the last `generate`, as the host sees them."""
         self._rows = Rows(kernels=runner.kernels)
 
     def release(self) -> None:
         """Give back the memory of the cache, and what was captured with it."""
-        self._runner.reset()
+        self.runner.reset()
         self._slots, self._keys, self._values = None, torch.empty(0), torch.empty(0)
         for module in self._layout.modules:
             vars(module).pop("rollout", None)
@@ -60,27 +62,33 @@ class SlotDecoder:
         order = sorted(range(len(requests)), key=lambda row: (len(requests.prompts[row]), requests.prompts[row]))
         waiting, running = deque(order), [-1] * min(concurrency, len(requests))
         enough = max(1, len(running) // 8)  # a forward of prompts costs about as much as a step, however few they are
-        self._runner.begin(requests)
-        with attending(self._model.config):
+        self.runner.begin(requests)
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        with attending(self._model.config), self.runner.running():
             while True:
                 free = [slot for slot, request in enumerate(running) if request < 0]
                 if waiting and len(free) >= min(enough, len(waiting)):
                     taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
+                    began = time.perf_counter()
                     self._fill(slots, requests, taken)
+                    self.runner.wait()
+                    self.seconds["prefill_s"] += time.perf_counter() - began
                     for slot, request in taken:
                         running[slot] = request
                 if max(running) < 0:
                     return results.batch()
+                began = time.perf_counter()
                 rows = self._narrow(slots, running)
-                for _ in range(self._runner.steps):
-                    self._runner.run(rows, lambda count=rows: self._step(slots.first(count)))
+                for _ in range(self.runner.steps):
+                    self.runner.run(rows, lambda count=rows: self._step(slots.first(count)))
                 self._look(slots, requests, running, results)
+                self.seconds["decode_s"] += time.perf_counter() - began
 
     def _room(self, requests: Requests, size: int) -> Slots:
         """Slots for the requests: those of before where they suffice."""
         longest = max(len(prompt) + limit for prompt, limit in zip(requests.prompts, requests.limits, strict=True))
         ends = max(map(len, requests.stops))
-        size, capacity, ends = self._runner.size(size), -(-longest // _ROUND) * _ROUND, max(4, ends)
+        size, capacity, ends = self.runner.size(size), -(-longest // _ROUND) * _ROUND, max(4, ends)
         old = self._slots
         if old is not None and size <= len(old.live) and ends <= old.stops.shape[1] and capacity <= self._keys.shape[2]:
             return old
@@ -149,7 +157,9 @@ class SlotDecoder:
         rows.longest = -(-max(lengths) // 256) * 256
         rows.bounds = torch.tensor(cuts, dtype=torch.int32).to(self._device)
         rows.cuts = () if rows.kernels else tuple(cuts)
-        self._model(input_ids=packed[:1], position_ids=packed[1:2], use_cache=False, logits_to_keep=1)
+        self.runner.prefill(
+            lambda: self._model(input_ids=packed[:1], position_ids=packed[1:2], use_cache=False, logits_to_keep=1)
+        )
 
     def _copy(self, pairs: list[tuple[int, int]], length: int) -> None:
         """Copy the first `length` places of the cache from slot to slot, all at once."""
@@ -162,7 +172,7 @@ class SlotDecoder:
     def _narrow(self, slots: Slots, running: list[int]) -> int:
         """The number of first slots that are to be computed; live rows are moved together where that makes it smaller."""
         live = [slot for slot, request in enumerate(running) if request >= 0]
-        wanted, now = self._runner.size(len(live)), self._runner.size(live[-1] + 1)
+        wanted, now = self.runner.size(len(live)), self.runner.size(live[-1] + 1)
         if wanted < now:
             gaps = [slot for slot in range(len(live)) if running[slot] < 0]
             pairs = list(zip(live[-len(gaps) :], gaps, strict=True))
@@ -180,12 +190,12 @@ class SlotDecoder:
         rows.decoding, rows.places = True, slots.position
         if not rows.kernels:
             rows.slots = torch.arange(len(slots.position), device=self._device)
-            length = self._keys.shape[2] if self._runner.captures else int(slots.position.max()) + 1
+            length = self._keys.shape[2] if self.runner.captures else int(slots.position.max()) + 1
             rows.seen = (torch.arange(length, device=self._device) <= slots.position[:, None])[:, None, None]
         logits = self._model(
             input_ids=slots.token[:, None], position_ids=slots.position[:, None], use_cache=False, logits_to_keep=1
         ).logits[:, -1]
-        self._runner.finish(logits, slots)
+        self.runner.finish(logits, slots)
 
     def _look(self, slots: Slots, requests: Requests, running: list[int], results: "_Results") -> None:
         """Take the responses of the rows that are done."""
@@ -193,7 +203,9 @@ class SlotDecoder:
         if any(bad[slot] for slot, request in enumerate(running) if request >= 0):
             rows = [slot for slot, request in enumerate(running) if request >= 0]
             numbers = torch.tensor([requests.numbers[running[slot]] for slot in rows])
-            raise non_finite(slots.bad[rows].cpu(), numbers, slots.produced[rows].cpu(), requests.step)
+            error = non_finite(slots.bad[rows].cpu(), numbers, slots.produced[rows].cpu(), requests.step)
+            self.release()  # the cache may hold what is not finite, and no mask hides that
+            raise error
         done = [slot for slot, request in enumerate(running) if request >= 0 and not live[slot]]
         if done:
             results.take(slots, done, [running[slot] for slot in done])

@@ -17,8 +17,10 @@ from rl_core.errors import ConfigError
 from rl_core.models.auto import model_config, model_of
 from rl_core.models.buffers import restore_buffers
 from rl_core.rollout.batch import RolloutBatch
-from rl_core.rollout.cache import Unsupported, layout_of
+from rl_core.rollout.cache import Layout, Unsupported, layout_of
 from rl_core.rollout.decode import SlotDecoder
+from rl_core.rollout.fuse import fuse_projections
+from rl_core.rollout.graphs import GraphRunner
 from rl_core.rollout.plain import generate_plainly
 from rl_core.rollout.requests import Requests
 from rl_core.rollout.runner import Runner
@@ -73,10 +75,14 @@ class RolloutEngine:
         restore_buffers(model)
         model.tie_weights()
         self.model: Any = model.eval().requires_grad_(False)
+        if self.device.type == "cuda":
+            fuse_projections(self.model)
         self.synced = False
         self._decoder: SlotDecoder | None = None
         self._window: int | None = None
         self._plain_because = ""
+        self.last_seconds: dict[str, float] = {}
+        """Of the last `generate` in slots: `prefill_s` and `decode_s`."""
 
     def generate(
         self,
@@ -134,7 +140,17 @@ class RolloutEngine:
         decoder = self._decoder_for(max(map(len, prompt_ids)) + max(limits))
         if decoder is None:
             return generate_plainly(self.model, requests, batch_size)
-        return decoder.generate(requests, batch_size)
+        before = self.startup_seconds
+        made = decoder.generate(requests, batch_size)
+        self.last_seconds = decoder.seconds
+        if self.startup_seconds - before > 1:
+            log.info("rollout: %.1f s for compiling and capturing, once a run.", self.startup_seconds - before)
+        return made
+
+    @property
+    def startup_seconds(self) -> float:
+        """Spent so far on compiling and capturing."""
+        return 0.0 if self._decoder is None else self._decoder.runner.seconds
 
     def release(self) -> None:
         """Give back all memory but that of the weights; the next `generate` takes it again."""
@@ -146,7 +162,7 @@ class RolloutEngine:
         if self._decoder is None and not self._plain_because:
             try:
                 layout = layout_of(self.model)
-                self._decoder, self._window = SlotDecoder(self.model, layout, Runner()), layout.window
+                self._decoder, self._window = SlotDecoder(self.model, layout, self._runner(layout)), layout.window
             except Unsupported as reason:
                 self._plain_because = str(reason)
                 log.warning(
@@ -158,11 +174,19 @@ class RolloutEngine:
             return None
         return self._decoder
 
+    def _runner(self, layout: Layout) -> Runner:
+        if self.device.type != "cuda":
+            return Runner()
+        [(_, width)] = layout.shapes
+        return GraphRunner(self.model, width)
+
     def _check_length(self, prompts: list[list[int]], limits: list[int]) -> None:
         positions = getattr(self.config, "max_position_embeddings", None)
         if positions is None:
             return
-        for prompt, response in sorted({(len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)}, key=sum)[-1:]:
+        for prompt, response in sorted({(len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)}, key=sum)[
+            -1:
+        ]:
             if prompt + response > positions:
                 raise ConfigError(
                     f"rollout.max_new_tokens is {response} and the longest prompt of the batch has {prompt} tokens, together "

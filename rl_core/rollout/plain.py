@@ -1,4 +1,4 @@
-"""The plain loop: prefill of a padded batch, then one token at a time with transformers' growing cache, until all rows have ended.
+"""The plain loop: prefill of a padded batch, then one token at a time with transformers' growing cache, until all have ended.
 
 For the models that `rl_core.rollout.cache` does not serve, and what the fast path is compared with.
 """

@@ -1,6 +1,8 @@
 """How the steps of the decoding are run: one after the other here; see `graphs` for the GPU."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from rl_core.rollout.slots import Slots, advance
 class Runner:
     """Runs each step as it stands."""
 
+    seconds = 0.0
+    """Spent on compiling and capturing."""
     kernels = False
     """Whether attention and sampling are those of `rl_core.rollout.kernels`."""
     captures = False
@@ -28,6 +32,14 @@ class Runner:
         """The number of rows that are computed where `rows` are wanted: no less."""
         return rows
 
+    def running(self) -> AbstractContextManager[None]:
+        """Within, the model is run."""
+        return nullcontext()
+
+    def prefill(self, forward: Callable[[], Any]) -> None:
+        """Run the forward of packed prompts."""
+        forward()
+
     def run(self, rows: int, step: Callable[[], None]) -> None:
         """Run `step`, which depends on nothing but the number of `rows` and the contents of tensors."""
         step()
@@ -37,6 +49,9 @@ class Runner:
         finite = logits.isfinite().all(dim=1)
         token, logprob = draw(logits, slots.keys, slots.produced, self._temperature, self._top_k, self._top_p)
         advance(slots, token, logprob, finite)
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
 
     def reset(self) -> None:
         """Forget what depends on where the rows are in memory."""

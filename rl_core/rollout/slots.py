@@ -80,9 +80,9 @@ def advance(slots: Slots, token: Tensor, logprob: Tensor, finite: Tensor) -> Non
     here = (torch.arange(slots.tokens.shape[1], device=token.device) == slots.produced[:, None]) & live[:, None]
     slots.tokens.copy_(torch.where(here, token[:, None], slots.tokens))
     slots.logprobs.copy_(torch.where(here, logprob[:, None], slots.logprobs))
-    slots.bad |= slots.live & ~finite
-    slots.stopped |= live & (token[:, None] == slots.stops).any(1)
+    slots.bad.logical_or_(slots.live & ~finite)
+    slots.stopped.logical_or_(live & (token[:, None] == slots.stops).any(1))
     slots.token.copy_(torch.where(live, token, slots.token))
-    slots.produced += live
-    slots.position += live
+    slots.produced.add_(live)
+    slots.position.add_(live)
     slots.live.copy_(live & ~slots.stopped & (slots.produced < slots.limit))
