@@ -87,7 +87,8 @@ class _Register:
         self.names.add(name)
 
     def close(self) -> None:
-        self.file.unlink(missing_ok=True)
+        with suppress(OSError):  # whoever collects deletes it
+            self.file.unlink()
         self.stack.close()
 
 
