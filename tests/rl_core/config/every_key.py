@@ -10,6 +10,7 @@ from tests.rl_core.config.lab import Observation, prompts, training
 from tests.rl_core.config.lab_launch import evaluation, launch, lonely_launch, supervised
 from tests.rl_core.config.lab_models import base_model, layout, learning, structure
 from tests.rl_core.config.lab_rewards import judged
+from tests.rl_core.config.lab_saving import restarted, saved
 
 JUDGE = {"reward": {"kind": "model", "name_or_path": "HERE/judge"}}
 GYM = {"data.source": {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 40}, "data.max_prompt_length": 512}
@@ -32,6 +33,8 @@ MORE = {"data.source.path": "HERE/more.jsonl"}
 HALF = {"model.torch_dtype": "bfloat16"}
 ACCUMULATED = {"trainer.train_batch_size": None, "trainer.gradient_accumulation_steps": 2}
 LINEAR = {"lr_scheduler_type": "linear"}
+BEST_FIRST = {"actor.lr_scheduler_type": "linear", "checkpoint.save_steps": 1, "trainer.max_steps": 4}
+"""The learning rate is highest at the first step."""
 SECTIONS = {"actor": "actor", "critic": "critic", "ref": "ref_model", "reward": "reward[model]"}
 
 
@@ -167,16 +170,21 @@ KEYS: dict[str, Shown] = {
     "trainer.ppo_mini_batch_size": Shown(training, 8, at="weights.actor"),
     "trainer.per_device_train_batch_size": Shown(training, 2, at=SHAPES),
     "trainer.max_tokens_per_micro_batch": Shown(training, 26, at=SHAPES),
+    "trainer.deterministic": Shown(saved, True, at="deterministic"),
     "trainer.logger": Shown(training, [], at="progress"),
     "launch.device": Shown(launch, "cuda"),
     "launch.nproc_per_node": Shown(launch, 3, at="ranks"),
     "launch.threads_per_rank": Shown(launch, 9, at="threads"),
+    "launch.max_restarts": Shown(restarted, 1, {"trainer.logger": []}, at="restarts"),
     "launch.grace_seconds": Shown(supervised, 3.0, {"trainer.logger": []}, at="grace"),
     "launch.dist_backend": Shown(launch, "nccl"),
     "launch.dist_timeout_s": Shown(launch, 77.0, at="waits"),
     "launch.preflight_timeout_s": Shown(lonely_launch, 0.2, {"launch.preflight_timeout_s": 0.1}),
     "launch.stall_report_s": Shown(launch, 0, at="watched"),
     "checkpoint.save_steps": Shown(saving, 1, at="kept"),
+    "checkpoint.keep_best": Shown(saving, "actor/lr", BEST_FIRST, at="kept"),
+    "checkpoint.async_save": Shown(saved, False, at="threads"),
+    "checkpoint.must_save_by": Shown(saving, "2020-01-01T00:00"),
     "checkpoint.keep": Shown(saving, 3, {"checkpoint.save_steps": 1, "trainer.max_steps": 3}, at="kept"),
     "evaluation.prompts": Shown(evaluation, 3, at="samples"),
     "evaluation.temperature": Shown(evaluation, 1.0, at="samples"),
