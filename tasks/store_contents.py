@@ -26,8 +26,8 @@ class Item:
     stage: str
     key: str
     state: str
-    """Of an artifact `committed` or `damaged`; of a run `running`, `stopped`, `finished` or `replaced` (by a `--fresh` one that is
-    not finished); else `being made`, `unfinished` (its writer is dead) or `set aside`."""
+    """Of an artifact `committed` or `damaged`; of a run `running`, `stopped`, `finished` or `replaced` (by a `--fresh` one that
+    is not finished); else `being made`, `unfinished` (its writer is dead) or `set aside`."""
     bytes: int
     """On disk; what has several names in it counts once."""
     idle_s: float
