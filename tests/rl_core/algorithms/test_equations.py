@@ -230,6 +230,16 @@ def test_rollout_correction(seed, level):
     assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(sum(r > 1.7 for r in every) / len(every))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_correction_of_what_is_far_apart(level):
+    old, rollout = torch.tensor([[0.0, 0.0], [-900.0, 0.0]]), torch.tensor([[-900.0, -900.0], [0.0, 0.0]])
+    weights, metrics = algorithms.rollout_weights(old, rollout, torch.ones(2, 2).bool(), AlgorithmConfig(rollout_is=level))
+    least = math.exp(-20)
+    assert close(weights, [[2.0, 2.0], [least, least if level == "sequence" else 1.0]], 1e-6)
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["rollout_is_max"] == pytest.approx(math.exp(20))
+
+
 def test_rollout_correction_without_any_token():
     nothing, mask = torch.full((2, 3), math.nan), torch.zeros(2, 3).bool()
     weights, metrics = algorithms.rollout_weights(nothing, nothing, mask, AlgorithmConfig(rollout_is="token"))

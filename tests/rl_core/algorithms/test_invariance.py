@@ -187,15 +187,15 @@ def test_advantages_do_not_depend_on_the_order_of_rows_and_the_numbers_of_prompt
     assert torch.allclose(algorithms.estimate(renumbered, config)[0], advantages[order], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gspo", "ppo", "cispo", "kl_cov", "clip_cov"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_far_ratio_stays_finite(name):
-    logprobs = torch.tensor([[0.0, 0.0, -200.0]], requires_grad=True)
+    logprobs = torch.tensor([[0.0, 0.0, -200.0], [0.0, 0.0, 0.0]], requires_grad=True)
     update = algorithms.Update(
         logprobs=logprobs,
-        old_logprobs=torch.tensor([[-200.0, -200.0, 0.0]]),
-        advantages=torch.tensor([[1.0, -1.0, 1.0]]),
-        mask=torch.ones(1, 3, dtype=torch.bool),
-        chosen=torch.tensor([[False, True, False]]),
+        old_logprobs=torch.tensor([[-200.0, -200.0, 0.0], [-200.0, -200.0, -200.0]]),
+        advantages=torch.tensor([[1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]]),
+        mask=torch.ones(2, 3, dtype=torch.bool),
+        chosen=torch.tensor([[False, True, False], [False, False, True]]),
     )
     loss, sums = algorithms.policy_loss(update, AlgorithmConfig(policy_loss=name))
     loss.sum().backward()
