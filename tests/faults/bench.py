@@ -2,9 +2,12 @@
 
     python -m tests.faults.bench --count 200 --seed 7 --output DIRECTORY
 
-Each case is a training on two ranks that is struck at a point of one of its phases, and goes on; afterwards it is compared, bit by
-bit, with the one that nothing struck. Outcomes are appended to DIRECTORY/outcomes.jsonl as they come; started again, it goes on
-behind them. The report (report.json, and on stdout) counts cases by phase and what went wrong.
+Each case is a training on two ranks that is struck at a point of one of its phases, and goes on; afterwards it is compared, bit
+by bit, with the one that nothing struck. Outcomes are appended to DIRECTORY/outcomes.jsonl as they come; started again, it goes
+on behind them. The report (report.json, and on stdout) counts cases by phase and what went wrong.
+
+With --mutants it then plants faults in saving and resuming, of which it must see each; with --behaviours rewards hang and raise,
+and numbers are not finite.
 """
 
 import argparse
@@ -29,6 +32,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--output", type=Path, default=Path(".faults"))
+    parser.add_argument("--mutants", action="store_true")
+    parser.add_argument("--behaviours", action="store_true")
     options = parser.parse_args()
     output: Path = options.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -37,7 +42,9 @@ def main() -> int:
     from tests.faults import forked
 
     forked.preload()
+    from tests.faults.behaviours import BEHAVIOURS, misbehave
     from tests.faults.cases import cases
+    from tests.faults.mutants import MUTANTS
     from tests.faults.strike import strike
     from tests.faults.world import make_world
 
@@ -54,9 +61,16 @@ def main() -> int:
             file.write(json.dumps({"seed": seed, **outcome.row()}) + "\n")
         print(f"{case}: {'; '.join(outcome.wrong) or 'well'} ({outcome.seconds:.0f} s)", flush=True)
     report = summary(seed, done.values())
+    if options.mutants:
+        caught = {name: strike(world, case, output / "case", mutate).wrong for name, (mutate, case) in MUTANTS.items()}
+        report["mutants"] = {name: wrong[:2] or "not seen" for name, wrong in caught.items()}
+    if options.behaviours:
+        report["behaviours"] = {name: misbehave(world, name, output / "case") or "as it must be" for name in BEHAVIOURS}
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
-    return int(bool(report["wrong cases"]))
+    unseen = "not seen" in report.get("mutants", {}).values()
+    unlike = set(map(str, report.get("behaviours", {}).values())) - {"as it must be"}
+    return int(bool(report["wrong cases"]) or unseen or bool(unlike))
 
 
 def summary(seed: int, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

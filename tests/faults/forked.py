@@ -1,5 +1,5 @@
-"""`torchrun` without its seconds of imports: torch's own elastic agent, with `tasks.agent`'s exit codes, whose ranks are forked from
-a process that has imported all that they need. Ranks and agent are processes of their own, and die of signals as any other.
+"""`torchrun` without its seconds of imports: torch's own elastic agent, with `tasks.agent`'s exit codes, whose ranks are forked
+from a process that has imported all that they need. Ranks and agent are processes of their own, and die of signals as any other.
 
 The process that forks must have no threads: it imports, and leaves everything else to those that it forks.
 """

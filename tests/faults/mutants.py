@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.faults.cases import Case
+
 
 def no_rename() -> None:
     """A checkpoint is written where it will stay."""
@@ -78,9 +80,10 @@ def cursor_not_saved() -> None:
     Prompts.take = taken  # type: ignore[method-assign]
 
 
-MUTANTS: dict[str, Callable[[], None]] = {
-    "no rename": no_rename,
-    "manifest first": manifest_first,
-    "step not restored": step_not_restored,
-    "cursor not saved": cursor_not_saved,
+MUTANTS: dict[str, tuple[Callable[[], None], Case]] = {
+    "no rename": (no_rename, Case(0, "save: state", 2, 0, "self", "KILL")),
+    "manifest first": (manifest_first, Case(0, "save: after rename", 2, 0, "self", "KILL")),
+    "step not restored": (step_not_restored, Case(0, "update_actor", 2, 0, "self", "KILL")),
+    "cursor not saved": (cursor_not_saved, Case(0, "gen", 1, 0, "agent", "KILL")),
 }
+"""Each with a case that must show it."""

@@ -111,8 +111,8 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def same_draws(run: Path, whole: Path) -> list[str]:
-    """Whether a run that went on on another number of ranks met the same prompts and drew the same tokens, and has nearly the same
-    metrics: sums over ranks are rounded otherwise."""
+    """Whether a run that went on on another number of ranks met the same prompts and drew the same tokens, and has nearly the
+    same metrics: sums over ranks are rounded otherwise."""
     found = []
     here, there = (_rows(path / "samples.jsonl") for path in (run, whole))
     if [(row["prompt"], row["response"]) for row in here] != [(row["prompt"], row["response"]) for row in there]:
