@@ -88,7 +88,7 @@ class IsolatedJudge:
                 start_new_session=True,  # so that what it starts itself is ended with it
             )
         self._channel = Connection(ours.detach())
-        self._stop = weakref.finalize(self, _stop, process, self._channel)
+        self._stop = weakref.finalize(self, _stop, process, self._channel, os.getpid())
         try:
             self._channel.send((sys.path, self._kind, self._settings))
             if not self._channel.poll(LOAD_SECONDS):
@@ -111,8 +111,10 @@ class IsolatedJudge:
         return str(self._stop())
 
 
-def _stop(process: "subprocess.Popen[bytes]", channel: Connection) -> str:
+def _stop(process: "subprocess.Popen[bytes]", channel: Connection, parent: int) -> str:
     channel.close()
+    if os.getpid() != parent:  # a fork of the parent ends: the process is not its own
+        return ""
     with suppress(subprocess.TimeoutExpired):  # one that ended by itself, and is about to be known as such
         process.wait(timeout=0.1 if process.poll() is None else 0)
     with suppress(ProcessLookupError):
