@@ -93,17 +93,18 @@ class AlgorithmConfig(Section):
 
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How the losses of tokens become one number: the mean over all tokens of the mini-batch; or first the sum or mean in each
-    response, then the mean over responses; or the sum in each response by `loss_scale_factor`. null: token-mean, for gspo
+    response, or the sum divided by `loss_scale_factor`, and then the mean over responses. null: token-mean, for gspo
     seq-mean-token-mean."""
 
     loss_scale_factor: PositiveFloat | None = None
     """What seq-mean-token-sum-norm divides by. null: `rollout.max_new_tokens`."""
 
     clip_ratio_low: PositiveFloat = 0.2
-    """The ratio of new to old probability is clipped below at 1 - this."""
+    """The ratio of new to old probability is clipped below at 1 - this. gspo, whose ratio is that of whole responses, wants about
+    3e-4; cispo's authors leave this side open (1)."""
 
     clip_ratio_high: PositiveFloat = 0.2
-    """The ratio of new to old probability is clipped above at 1 + this."""
+    """The ratio of new to old probability is clipped above at 1 + this (gspo: about 4e-4)."""
 
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual clip (Ye et al. 2020, arXiv:1912.09729): for a negative advantage the loss is at most this times -advantage."""
@@ -147,7 +148,7 @@ class AlgorithmConfig(Section):
     """The KL per token, in nats, that the adaptive controller aims at."""
 
     kl_horizon: PositiveInt = 10000
-    """Responses over which the adaptive controller corrects."""
+    """Responses over which the adaptive controller corrects; a step counts at most as so many."""
 
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Weigh the policy loss by the probability that training gives to what the rollout drew, over that of the rollout itself

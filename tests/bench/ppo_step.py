@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rl_core import train as training
 from rl_core.artifacts import Artifact
 from rl_core.batching import BatchPlan
+from rl_core.checkpoint.saver import Saver
 from rl_core.config import Config, parse_config
 from rl_core.data.prompts import Prompt
 from rl_core.distributed import World, joined, set_timeouts
@@ -89,6 +90,10 @@ class Unsaved(Run):
 
     def save(self, steps_done: int) -> None:
         """Nothing."""
+
+    def must_stop(self, step_seconds: float) -> bool:
+        """Never."""
+        return False
 
 
 def main() -> None:
@@ -154,10 +159,12 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
     built = torch.cuda.memory_allocated() / 2**30 if on_gpu else 0.0
     prompts = Synthetic(plan.prompts * total, options.prompt_tokens, SHAPES[options.shape]["vocab_size"])
     output = Path(tempfile.mkdtemp(dir=scratch))
-    run = Unsaved(
+    scorer = Scorer(config, Ids(), world, None if judge else _reward, judge)
+    run = Unsaved(  # what is None or stands in for something is not asked for in a run that neither saves nor ends early
         config=config, world=world, plan=plan, prompts=prompts, eval_prompts=prompts, tokenizer=Ids(), stop_ids=set(),  # type: ignore[arg-type]
-        score=Scorer(config, Ids(), world, None if judge else _reward, judge), actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None,  # type: ignore[arg-type]
-        stopping=lambda: False, total_steps=total, key="bench", kl_coef=config.algorithm.kl_coef, identity={}, log=RunLog(output, world, total, 0),
+        score=scorer, actor=actor, critic=critic, reference=reference, engine=engine, checkpoints=None, deadline=None,  # type: ignore[arg-type]
+        saver=Saver(None, background=False), stopping=lambda: False, total_steps=total, key="bench", identity={},  # type: ignore[arg-type]
+        kl_coef=config.algorithm.kl_coef, log=RunLog(output, world, total, 0),
     )  # fmt: skip
     if on_gpu:
         longest = options.prompt_tokens, config.rollout.max_new_tokens
