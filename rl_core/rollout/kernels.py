@@ -12,10 +12,17 @@ _CHUNK = 4096
 """Tokens of the vocabulary that one program of `_draw` looks at."""
 
 
+@triton.autotune(
+    [
+        triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
+        for block, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 2, 3), (32, 4, 4), (32, 2, 4), (128, 4, 2), (128, 8, 2))
+    ],
+    key=["GROUP", "D"],  # tuned at the first size, by running it again and again: what it writes is the same each time
+)
 @triton.jit
 def _attention(
     q, k, v, keys, values, places, out, sums, scale, q_row, q_head, k_row, k_head, v_row, v_head, c_row, c_place, c_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for a row, a key/value head with its GROUP query heads, and one of SPLITS stretches of the row's places."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -106,8 +113,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pla
     _attention[(rows, k.shape[1], splits)](
         q, k, v, keys, values, places, parts, sums, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *keys.stride()[:3],
-        HEADS=heads, GROUP=groups, PADDED=max(16, triton.next_power_of_2(groups)), D=width,
-        BLOCK=64 if width <= 128 else 32, SPLITS=splits, num_warps=4, num_stages=3,
+        HEADS=heads, GROUP=groups, PADDED=max(16, triton.next_power_of_2(groups)), D=width, SPLITS=splits,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](parts, sums, out, D=width, SPLITS=splits, num_warps=1)
@@ -177,7 +183,7 @@ def _absorbed(keys, place, position):
 @triton.jit
 def _draw(
     logits, keys, positions, temperature, best, chosen, score, top, total, finite, vocab, logits_row,
-    GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    GREEDY: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for a row and a chunk of the vocabulary: what `sampling.draw` needs of it."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -185,7 +191,7 @@ def _draw(
     inside = token < vocab
     raw = tl.load(logits + row * logits_row + token, mask=inside, other=0.0).to(tl.float32)
     scores = raw
-    if not GREEDY:
+    if not UNIT:
         scores = raw / tl.load(temperature)
     scores = tl.where(inside, scores, float("-inf"))
     perturbed = scores
@@ -208,13 +214,17 @@ def _draw(
     tl.store(finite + place, 1 - tl.max(wrong.to(tl.int32), axis=0))
 
 
-def draw_chunks(logits: Tensor, keys: Tensor, position: Tensor, temperature: Tensor, greedy: bool) -> tuple[Tensor, ...]:
+def draw_chunks(
+    logits: Tensor, keys: Tensor, position: Tensor, temperature: Tensor, greedy: bool, unit: bool = False
+) -> tuple[Tensor, ...]:
     """The first half of a draw, for `draw_of`: one pass over the logits.
 
     Args:
         logits: [B, V], each row densely stored.
         keys, position: as for `sampling.draw`.
         temperature: [] float32.
+        greedy: take the likeliest token.
+        unit: the temperature is 1.
 
     Returns:
         [B, C] each, of C chunks of the vocabulary.
@@ -227,7 +237,7 @@ def draw_chunks(logits: Tensor, keys: Tensor, position: Tensor, temperature: Ten
     finite = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _draw[(rows, chunks)](
         logits, keys, position, temperature, best, chosen, score, top, total, finite, vocab, logits.stride(0),
-        GREEDY=greedy, BLOCK=_CHUNK, num_warps=8,
+        GREEDY=greedy, UNIT=unit or greedy, BLOCK=_CHUNK, num_warps=8,
     )  # fmt: skip
     return best, chosen, score, top, total, finite
 

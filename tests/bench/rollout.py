@@ -1,10 +1,10 @@
-"""Tokens/s of the rollout engine on real model shapes with random weights, beside transformers' `generate`. Nothing is read or saved.
+"""Tokens/s of the rollout engine on real model shapes with random weights, beside transformers' `generate`. Saves nothing.
 
     python tests/bench/rollout.py --out FILE.json --shape qwen2-1.5b [--rows 128] [--new 128] [--ragged 1024] [--generate dynamic]
 
-Full: `rows` prompts of `prompt` tokens, `new` tokens for each. Ragged: so many prompts, limits log-uniform in 16 … 1,024, `rows` at a
-time; beside it as many prompts with the mean of those limits each. End tokens: none. "Roof" is the time that a step's weights and
-cache (at the mean length) take at 4.3 TB/s.
+Full: `rows` prompts of `prompt` tokens, `new` tokens for each. Ragged: so many prompts, limits log-uniform in 16 … 1,024, `rows`
+at a time; beside it as many prompts with the mean of those limits each. End tokens: none. "Roof" is the time that the weights and
+cache (at the mean length) take at 4.3 TB/s, each step.
 """
 
 import argparse
