@@ -1,6 +1,7 @@
 """Sample responses in MLflow: a table that its page shows, of bounded size, whatever its server does."""
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def test_a_long_run_has_a_table_of_bounded_size(tmp_path: Path) -> None:
 
 
 def test_uploads_are_a_small_share_of_the_time(home: Path) -> None:
+    import mlflow
+
     path = home / "runs" / "seldom" / "samples.jsonl"
     run = of("seldom")
     write(path, 0, 1)
@@ -93,6 +96,12 @@ def test_uploads_are_a_small_share_of_the_time(home: Path) -> None:
     assert {row["step"] for row in logged("seldom")} == {0}, "not again at once"
     run.finish("FINISHED")
     assert {row["step"] for row in logged("seldom")} == {0, 1}
+    assert run.run_id is not None
+    uri = mlflow.MlflowClient().get_run(run.run_id).info.artifact_uri
+    table = Path(uri.removeprefix("file://")) / "samples.json"
+    os.utime(table, (1e9, 1e9))
+    run.finish("FINISHED")
+    assert table.stat().st_mtime == 1e9, "nothing new, nothing sent"
 
 
 def test_a_dead_artifact_store_costs_a_warning_and_no_metric(
