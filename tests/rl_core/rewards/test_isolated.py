@@ -150,18 +150,24 @@ def test_on_trial_it_may_not_fail_on_everything(tmp_path: Path) -> None:
     probe(build_reward(isolated(tmp_path, some, on_error="value")), [prompt(), prompt(extra_info={})])
 
 
-@pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
+@pytest.mark.parametrize("ending", ["normal", "killed"])
 def test_it_ends_with_the_rank(tmp_path: Path, ending: str) -> None:
-    config = isolated(tmp_path, f"import os\n{SIGNATURE}    return os.getpid()")
-    code = (
-        "import os, signal\nfrom tests.rl_core.rewards.samples import prompt, scores\n"
-        "from rl_core.config.reward import FunctionReward\nfrom rl_core.rewards import build_reward\n"
-        f"reward = build_reward(FunctionReward(kind='function', path={config.path!r}))\n"
-        f"print(int(scores(reward, [prompt()], ['x'])[0]), flush=True)\n{ending}"
+    """Also where the rank is killed while it judges, and would judge for ever."""
+    config = isolated(
+        tmp_path, f"import os\n{SIGNATURE}    print(os.getpid())\n    while solution_str == 'killed': pass\n    return 1"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG, check=False)
-    assert run.returncode == (-signal.SIGKILL if "KILL" in ending else 0), run.stderr
-    worker = int(run.stdout)
+    code = (
+        "from tests.rl_core.rewards.samples import prompt, scores\n"
+        "from rl_core.config.reward import FunctionReward\nfrom rl_core.rewards import build_reward\n"
+        f"reward = build_reward(FunctionReward(kind='function', path={config.path!r}, timeout_s={LONG}))\n"
+        f"scores(reward, [prompt()], [{ending!r}])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline())
+        if ending == "killed":
+            rank.kill()
+        assert rank.wait(LONG) == (-signal.SIGKILL if ending == "killed" else 0)
     if psutil.pid_exists(worker):  # the kernel has its signal on the way, or nobody has asked how it ended
         psutil.Process(worker).wait(LONG)
     assert not psutil.pid_exists(worker)
