@@ -33,7 +33,7 @@ class Plan:
     ranks: list[list[Phase]]
     """The phases of each kind of rank."""
     host: int
-    """Bytes of pinned memory on each host."""
+    """Bytes on each host of what is offloaded, and of the copy from which a checkpoint is written."""
     checkpoint: int
     """Bytes of one."""
     export: int
@@ -57,7 +57,13 @@ class Plan:
     @property
     def disk(self) -> int:
         """Bytes of the checkpoints that are kept, of the one that is written beside them, and of the exported policy."""
-        return self.checkpoint * (self.situation.config.checkpoint.keep + 1) + self.export
+        return self.checkpoint * self.checkpoints + self.export
+
+    @property
+    def checkpoints(self) -> int:
+        """How many there are at a time, the one that is being written among them."""
+        settings = self.situation.config.checkpoint
+        return settings.keep + 1 + (settings.keep_best is not None)
 
 
 def make_plan(situation: Situation, gpu_memory: int) -> Plan:
@@ -70,7 +76,8 @@ def make_plan(situation: Situation, gpu_memory: int) -> Plan:
         ConfigError: roles cannot be laid out over these ranks, or a model not be wrapped or adapted.
         ModelError: a model cannot be built.
     """
-    roles = [held(situation, role) for role in situation.roles]
+    config = situation.config
+    roles = [held(situation, role) for role in config.roles()]
     trained = [each for each in roles if each.part.trained]
     actor = next(each for each in roles if each.role == "actor")
     adapters = actor.sizes.trained if actor.part.lora is not None else 0
@@ -78,7 +85,7 @@ def make_plan(situation: Situation, gpu_memory: int) -> Plan:
         situation,
         gpu_memory,
         phases(situation),
-        host=sum(_in_host_memory(each) * min(each.size, situation.per_node) for each in roles),
+        host=sum(_in_host_memory(each, config.checkpoint.async_save) * min(each.size, situation.per_node) for each in roles),
         checkpoint=sum((each.parameters_trained + each.whole_moments) * each.shards for each in trained),
         export=(actor.whole + adapters) * FLOAT32,
     )
@@ -135,9 +142,10 @@ def gpu_here() -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _in_host_memory(each: Held) -> int:
-    if each.fsdp.offload_policy:
-        gradients = each.parameters_trained if each.part.trained else 0
-        return each.parameters + gradients + (each.moments if each.part.trained else 0)
-    parameters = each.parameters if each.fsdp.param_offload else 0
-    return parameters + (each.moments if each.part.trained and each.fsdp.optimizer_offload else 0)
+def _in_host_memory(each: Held, copied: bool) -> int:
+    total = each.parameters if each.fsdp.param_offload or each.fsdp.offload_policy else 0
+    if each.part.trained:
+        total += each.moments if each.fsdp.optimizer_offload or each.fsdp.offload_policy else 0
+        total += each.parameters_trained if each.fsdp.offload_policy else 0  # gradients
+        total += each.parameters_trained + each.whole_moments if copied else 0
+    return total

@@ -12,13 +12,17 @@ from rl_core.batching import BatchPlan
 from rl_core.config.schema import Role
 from rl_core.groups import ranks_of
 from rl_core.optimizers import CHUNK_ELEMENTS
-from rl_core.tools.plan_models import rollout_bytes, scoring_peak, update_trace
+from rl_core.tools.plan_models import scoring_peak, update_trace
 from rl_core.tools.plan_roles import FLOAT32, Held, Situation, held
+from rl_core.tools.plan_rollout import Rollout, rollout_bytes
 
 PARTS = (
     "parameters", "optimizer", "rollout_weights", "gathered", "gradients", "activations", "logits_and_temporary", "kv_cache",
     "workspaces",
 )  # fmt: skip
+BEFORE_STEPS = {"building the models", "going on", "largest batch"}
+SCORING: dict[Role, str] = {"reward": "reward", "actor": "old_log_prob", "ref": "ref", "critic": "values"}
+"""What each role's forward without gradients is called, in their order."""
 WORKSPACES = 72 * 2**20
 """cuBLAS keeps on a Hopper GPU 32 MiB for each thread that multiplies (forward and backward), and some for cuBLASLt."""
 
@@ -47,67 +51,67 @@ def phases(situation: Situation) -> list[list[Phase]]:
 
 def _phases_of(situation: Situation, roles: list[Held]) -> list[Phase]:
     here = {each.role: each for each in roles}
+    trained = [each for each in sorted(roles, key=lambda each: each.role, reverse=True) if each.part.trained]  # critic first
+    rollout = _rollout(situation, here["actor"]) if "actor" in here else Rollout(0, 0, 0)
     engine = here["actor"].whole * here["actor"].itemsize if "actor" in here else 0
-    result = [_building(here, engine)]
+    result: list[Phase] = []
 
-    def add(name: str, role: Role | None, working: dict[str, int], **resident: Iterable[Role]) -> None:
-        total = _resident(here, engine, **resident)
-        for part, size in working.items():
+    def add(
+        name: str,
+        role: Role | None = None,
+        working: dict[str, int] | None = None,
+        loaded: Iterable[Role] = (),
+        moments: Iterable[Role] = (),
+        gathered: Iterable[Role] = (),
+    ) -> None:
+        total = dict.fromkeys(PARTS, 0) | {"rollout_weights": engine, "workspaces": WORKSPACES}
+        if name not in BEFORE_STEPS:
+            total["kv_cache"] = rollout.stays
+        for each in roles:
+            for part, size in _resident(each, each.role in loaded, each.role in moments, each.role in gathered).items():
+                total[part] += size
+        for part, size in (working or {}).items():
             total[part] += size
         result.append(Phase(name, role, total))
 
-    for role, each in here.items():
+    waiting = [each.parameters for each in roles if each.fsdp.param_offload and not each.fsdp.offload_policy]
+    made = -sum(_resident(each).get("optimizer", 0) for each in trained)  # there are no moments yet
+    add("building the models", None, {"parameters": max(waiting, default=0), "optimizer": made})
+    unpacked = sum(each.whole_moments - each.moments for each in trained if not each.fsdp.offload_policy)
+    learners = [each.role for each in trained]
+    add("going on", None, {"optimizer": unpacked}, loaded=learners, moments=learners)
+    for each in trained:
         if each.eight_bit:  # its moments are made in float32, then packed
-            add("trying the largest batch", role, {"optimizer": each.whole_moments}, loaded=[role])
+            add("largest batch", each.role, {"optimizer": each.whole_moments}, loaded=[each.role])
     if "actor" in here:
         add("sync_weights", "actor", {"logits_and_temporary": _syncing(here["actor"])}, loaded=["actor"])
-        cache, most = _rollout(situation, here["actor"])
-        add("gen", None, {"kv_cache": cache, "logits_and_temporary": most - cache})
-    names: dict[Role, str] = {"reward": "reward", "actor": "old_log_prob", "ref": "ref", "critic": "values"}
+        add("gen", None, {"kv_cache": rollout.cache - rollout.stays, "logits_and_temporary": rollout.working})
     done: list[Role] = []
-    for role, name in names.items():
+    for role, name in SCORING.items():
         if role in here:
             add(name, role, _scoring(situation, here[role]), loaded=[role], gathered=done)
             done.append(role)
-    for role, each in sorted(here.items(), reverse=True):
-        if each.part.trained:  # the critic's update comes before the actor's, and ends with its units freed
-            gathered = [other for other in done if other not in (role, "critic")]
-            most_of_all = max(_updating(situation, each), key=lambda working: sum(working.values()))
-            add(f"update_{role}", role, most_of_all, loaded=[role], moments=[role], gathered=gathered)
-    trained = [each for each in here.values() if each.part.trained]
-    unpacked = sum(each.whole_moments - each.moments for each in trained if not each.fsdp.offload_policy)
-    names_ = [each.role for each in trained]
-    add("save", None, {"optimizer": unpacked}, loaded=names_, moments=names_)
+    for each in trained:  # the critic's update comes before the actor's, and ends with its units freed
+        others = [role for role in done if role not in (each.role, "critic")]
+        most = max(_updating(situation, each), key=lambda working: sum(working.values()))
+        add(f"update_{each.role}", each.role, most, loaded=[each.role], moments=[each.role], gathered=others)
+    here_packed = [each for each in trained if not (each.fsdp.optimizer_offload or each.fsdp.offload_policy)]
+    add("save", None, {"optimizer": sum(each.whole_moments - each.moments for each in here_packed)})
     return result
 
 
-def _resident(
-    here: dict[Role, Held],
-    engine: int,
-    loaded: Iterable[Role] = (),
-    moments: Iterable[Role] = (),
-    gathered: Iterable[Role] = (),
-) -> dict[str, int]:
-    """What is on the device whatever the phase does: engine, and roles unless they wait in host memory."""
-    total = dict.fromkeys(PARTS, 0) | {"rollout_weights": engine, "workspaces": WORKSPACES}
-    for role, each in here.items():
-        if each.fsdp.offload_policy:
-            continue
-        if role in loaded or not each.fsdp.param_offload:
-            total["parameters"] += each.parameters
-            if role in gathered and not each.fsdp.reshard_after_forward:  # since its last forward
-                total["gathered"] += each.sizes.all * each.itemsize
-        if each.part.trained and (role in moments or not each.fsdp.optimizer_offload):
-            total["optimizer"] += each.moments
+def _resident(each: Held, loaded: bool = False, moments: bool = False, gathered: bool = False) -> dict[str, int]:
+    """What a role has on the device whatever the phase does, unless it waits in host memory."""
+    if each.fsdp.offload_policy:
+        return {}
+    total = {}
+    if loaded or not each.fsdp.param_offload:
+        total["parameters"] = each.parameters
+        if gathered and not each.fsdp.reshard_after_forward:  # since its last forward
+            total["gathered"] = each.sizes.all * each.itemsize
+    if each.part.trained and (moments or not each.fsdp.optimizer_offload):
+        total["optimizer"] = each.moments
     return total
-
-
-def _building(here: dict[Role, Held], engine: int) -> Phase:
-    """One after the other; what is offloaded leaves the device when it is whole."""
-    resident = _resident(here, engine) | {"optimizer": 0}
-    waiting = [each.parameters for each in here.values() if each.fsdp.param_offload and not each.fsdp.offload_policy]
-    resident["parameters"] += max(waiting, default=0)
-    return Phase("building the models", None, resident)
 
 
 def _syncing(actor: Held) -> int:
@@ -116,11 +120,10 @@ def _syncing(actor: Held) -> int:
     return max(whole, actor.sizes.adapted * (actor.itemsize + 3 * FLOAT32))
 
 
-def _rollout(situation: Situation, actor: Held) -> tuple[int, int]:
-    """(KV cache, most of all), beside the engine's weights. This is where the engine's way of generating counts."""
+def _rollout(situation: Situation, actor: Held) -> Rollout:
     config = situation.config
-    prompts = BatchPlan.of(config).prompts
-    here = math.ceil(prompts / actor.size) * config.rollout.n
+    answers = config.rollout.n + config.algorithm.needs.greedy
+    here = math.ceil(BatchPlan.of(config).prompts / actor.size) * answers
     rows = min(config.rollout.batch_size, here)
     return rollout_bytes(actor.part.model, actor.part.dtype, rows, situation.prompt, config.rollout.max_new_tokens)
 

@@ -164,49 +164,6 @@ def scoring_peak(part: Part, rows: int, prompt: int, response: int) -> int:
     return counter.peak
 
 
-@cache
-def rollout_bytes(model: Model, dtype: torch.dtype, rows: int, prompt: int, response: int) -> tuple[int, int]:
-    """Of the rollout engine beside its weights: (the KV cache at the end, the most of all)."""
-    from transformers import DynamicCache
-
-    from rl_core.rollout.sampling import sample
-
-    causal = model.empty(dtype)
-    length = prompt + response
-    # Prompts of different lengths need a mask, so a condition on the mask's values is taken for false.
-    with LiveBytes(unknown=False, ignored=[*causal.parameters(), *causal.buffers()]) as counter, torch.no_grad():
-        cache_ = DynamicCache(config=causal.config)
-        attended = torch.empty(rows, length, dtype=torch.long, device=META)
-
-        def forward(first: int, last: int) -> Tensor:
-            ids = torch.empty(rows, last - first, dtype=torch.long, device=META)
-            places = torch.empty(rows, last - first, dtype=torch.long, device=META)
-            return _engine_forward(causal, ids, attended[:, :last], places, cache_)
-
-        logits = forward(0, prompt)
-        prefill = counter.peak
-        if response > 1:  # the cache grows; only the last step is looked at
-            forward(prompt, length - 1)
-        counter.restart()
-        logits = forward(length - 1, length)
-        kept = counter.live
-    with LiveBytes(ignored=[logits]) as drawing:
-        index = torch.empty(rows, dtype=torch.long, device=META)
-        sample(logits, 1.0, seed=0, step=0, sample_index=index, position=index)
-    return kept - logits.untyped_storage().nbytes(), max(prefill, counter.peak, kept + drawing.peak)
-
-
-def _engine_forward(causal: Any, ids: Tensor, attended: Tensor, places: Tensor, cache_: Any) -> Tensor:
-    from inspect import signature
-
-    taken = signature(causal.forward).parameters
-    extra: dict[str, Any] = {"cache" if "cache" in taken else "past_key_values": cache_}
-    if "logits_to_keep" in taken:
-        extra["logits_to_keep"] = 1
-    result = causal(input_ids=ids, attention_mask=attended, position_ids=places, use_cache=True, **extra)
-    return result.logits[:, -1]
-
-
 def _built(part: Part) -> tuple[nn.Module, "PreTrainedModel"]:
     """A role's module on the meta device in the type that it computes in, with adapters and frozen as `models.build` does it."""
     causal = part.model.empty(part.dtype)

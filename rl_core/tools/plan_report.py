@@ -44,18 +44,18 @@ def lines(plan: Plan, proposal: Proposal | None) -> Iterator[str]:
         yield f"{each.role:<7}{each.sizes.all:>16,} parameters, {kind}, over {each.shards} GPU(s)"
     for rank in plan.ranks:
         yield from _table(rank)
-    peak, kept = plan.peak, situation.config.checkpoint.keep
+    peak = plan.peak
     yield (
         f"{'Fits' if plan.fits else 'Does not fit'}: {peak.total / GIB:.1f} GiB in {_name(peak)}, of {plan.usable / GIB:.1f} "
         f"that tensors can have on a GPU of {plan.gpu_memory / GIB:.0f} GiB, with prompts of {situation.prompt} and responses of "
         f"{situation.config.rollout.max_new_tokens} tokens."
     )
     yield (
-        f"Disk: {plan.disk / GIB:.1f} GiB (a checkpoint {plan.checkpoint / GIB:.1f}: {kept} kept and one being written; "
+        f"Disk: {plan.disk / GIB:.1f} GiB (a checkpoint {plan.checkpoint / GIB:.1f}: {plan.checkpoints} at a time; "
         f"the exported policy {plan.export / GIB:.1f})."
     )
     if plan.host:
-        yield f"Host memory: {plan.host / GIB:.1f} GiB on each host for what is offloaded."
+        yield f"Host memory: {plan.host / GIB:.1f} GiB on each host (what is offloaded, and a checkpoint while it is written)."
     if not plan.fits:
         yield _advice(proposal)
 
@@ -113,7 +113,7 @@ def _proposal(proposal: Proposal) -> dict[str, Any]:
 
 
 def _name(phase: Phase) -> str:
-    return f"{phase.name} ({phase.role})" if phase.name.startswith("trying") else phase.name
+    return f"{phase.name} ({phase.role})" if phase.name == "largest batch" else phase.name
 
 
 def _gib(size: int) -> float:

@@ -33,7 +33,8 @@ CRITIC = PARAMETERS + VALUE_HEAD
 def test_what_is_there_all_the_time(model: Path) -> None:
     found = by_name(model)
     assert list(found) == [
-        "building the models", "sync_weights", "gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save",
+        "building the models", "going on", "sync_weights", "gen", "old_log_prob", "ref", "values", "update_critic",
+        "update_actor", "save",
     ]  # fmt: skip
     for phase in found.values():
         assert phase.bytes["parameters"] == 4 * PARAMETERS + 4 * CRITIC + 2 * PARAMETERS  # the reference is in bfloat16
@@ -75,10 +76,32 @@ def test_offload(model: Path) -> None:
     assert found["ref"].bytes["parameters"] == 2 * PARAMETERS
     update = found["update_critic"].bytes
     assert (update["parameters"], update["optimizer"]) == (4 * CRITIC, 8 * CRITIC)
-    assert found["save"].bytes["optimizer"] == 8 * (PARAMETERS + CRITIC)
+    assert found["save"].bytes["optimizer"] == found["save"].bytes["parameters"] == 0
+    assert found["going on"].bytes["optimizer"] == 8 * (PARAMETERS + CRITIC)
+    assert found["going on"].bytes["parameters"] == 4 * (PARAMETERS + CRITIC)
     never = by_name(model, fsdp__offload_policy=True)["update_actor"].bytes
     assert never["parameters"] == never["optimizer"] == 0
     assert never["gradients"] >= 4 * PARAMETERS
+
+
+def test_the_cache_stays_between_rollouts(model: Path) -> None:
+    found = by_name(model)
+    cache = 2 * LAYERS * 8 * 128 * HIDDEN * 2  # keys and values, layers, rows, tokens, heads × width, bytes
+    assert {name for name, phase in found.items() if phase.bytes["kv_cache"] == 0} == {"building the models", "going on"}
+    assert {phase.bytes["kv_cache"] for phase in found.values()} == {0, cache}
+
+
+def test_host_memory_and_disk(model: Path) -> None:
+    weights = 4 * (PARAMETERS + CRITIC)
+    plain = make_plan(situation(model, checkpoint__async_save=False), 2**36)
+    assert plain.host == 0
+    assert plain.checkpoint == 3 * weights
+    assert plain.disk == 3 * plain.checkpoint + 4 * PARAMETERS
+    assert make_plan(situation(model), 2**36).host == 3 * weights  # the copy of which a checkpoint is written
+    waiting = {"fsdp__param_offload": True, "fsdp__optimizer_offload": True, "checkpoint__async_save": False}
+    assert make_plan(situation(model, **waiting), 2**36).host == 3 * weights + 2 * PARAMETERS
+    assert make_plan(situation(model, 2, **waiting), 2**36).host == pytest.approx(3 * weights + 2 * PARAMETERS, abs=16)
+    assert make_plan(situation(model, checkpoint__keep_best="val/reward/mean"), 2**36).checkpoints == 4
 
 
 def test_adapters(model: Path) -> None:
@@ -98,7 +121,8 @@ def test_eight_bit_moments(model: Path) -> None:
     packed = int(2 * PARAMETERS * (1 + 4 / 256))
     assert found["gen"].bytes["optimizer"] == packed + 8 * CRITIC
     assert found["save"].bytes["optimizer"] == 8 * PARAMETERS + 8 * CRITIC
-    assert found["trying the largest batch"].bytes["optimizer"] >= 8 * PARAMETERS
+    assert found["going on"].bytes["optimizer"] == 8 * PARAMETERS + 8 * CRITIC
+    assert found["largest batch"].bytes["optimizer"] >= 8 * PARAMETERS
 
 
 def test_roles_on_ranks_of_their_own(model: Path) -> None:
@@ -159,7 +183,7 @@ def test_peaks_measured_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, file:
     planned = Situation(
         config=config, model=Model(model), judge=None, ranks=report["ranks"], per_node=report["ranks"], prompt=107
     )
-    peak = max(phase.total for rank in phases(planned) for phase in rank if phase.name != "save")
+    peak = max(phase.total for rank in phases(planned) for phase in rank if phase.name not in ("going on", "save"))
     assert peak / 2**30 == pytest.approx(measured["gib_peak"], rel=0.1)
 
 

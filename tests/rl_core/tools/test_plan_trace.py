@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from rl_core.config.fsdp import FsdpConfig
 from rl_core.models.policy import PolicyModel
 from rl_core.models.value import ValueModel
-from rl_core.tools.plan_models import Model, Part, rollout_bytes, scoring_peak, sizes, update_trace
+from rl_core.tools.plan_models import Model, Part, scoring_peak, sizes, update_trace
+from rl_core.tools.plan_rollout import rollout_bytes
 from rl_core.tools.plan_trace import LiveBytes, _attention, collect_gradients
 from tests.rl_core.models.cases import family
 from tests.tiny import tiny_model
@@ -140,9 +141,13 @@ def test_fused_attention_keeps_no_matrix() -> None:
     assert with_mask == output + sums + 2 * output + 2 * 64 * 64 * 2  # keys and values of all heads; the mask as numbers
 
 
-def test_the_cache_at_the_end_of_a_rollout(tmp_path: Path) -> None:
-    directory = tiny_model(tmp_path / "model")
-    cache, most = rollout_bytes(Model(directory), torch.bfloat16, ROWS, PROMPT, RESPONSE)
-    entries = 2 * ROWS * 2 * (PROMPT + RESPONSE) * 8 * 2  # layers, rows, heads of keys, tokens, width, bytes
-    assert 2 * entries <= cache < 2 * entries + 1024  # keys and values; beside them numbers of tokens
-    assert most >= cache + ROWS * 102 * (4 + 8)  # float32 scores and int64 noise over the vocabulary
+def test_rollout_in_slots_and_plainly(tmp_path: Path) -> None:
+    slots = rollout_bytes(Model(tiny_model(tmp_path / "model")), torch.bfloat16, ROWS, PROMPT, RESPONSE)
+    assert slots.cache == slots.stays == 2 * 2 * 8 * 64 * 2 * 8 * 2  # keys and values, layers, 8 slots of 64 places, heads, width
+    sighted = Model(family(tmp_path / "mistral", "mistral"))  # it sees 4 tokens, which the slots do not know of
+    plain = rollout_bytes(sighted, torch.bfloat16, ROWS, PROMPT, RESPONSE)
+    assert plain.stays == 0
+    entries = 2 * ROWS * 2 * 8 * 2  # layers, rows, heads of keys, width, bytes: of one token
+    assert 2 * entries * 3 <= plain.cache < 2 * entries * 4 + 1024
+    for each in (slots, plain):
+        assert each.working >= ROWS * 102 * (4 + 8)  # float32 scores and int64 noise over the vocabulary
