@@ -7,6 +7,7 @@ import torch
 
 from rl_core import stall
 from rl_core.batching import BatchPlan
+from rl_core.config import Config
 from rl_core.learner import Learner
 from rl_core.models.tensors import optimizer_tensors
 from rl_core.optimizers import compress
@@ -15,7 +16,7 @@ from rl_core.rollout.batch import PAD_ID, RolloutBatch
 
 
 def try_largest_batch(
-    learners: Iterable[Learner], plan: BatchPlan, prompt: int, response: int, temperature: float, device: torch.device
+    learners: Iterable[Learner], plan: BatchPlan, prompt: int, response: int, config: Config, device: torch.device
 ) -> None:
     """Forward and backward of each beside its optimizer's moments, twice where gradients of one micro-batch wait for those of
     another. Changes nothing. Collective over each role.
@@ -46,12 +47,13 @@ def try_largest_batch(
         )
         with stall.phase(f"trying the largest batch of the {learner.name}"), learner.loaded(optimizer=True):
             for last in (False, True) if rows < share else (True,):
-                learner.backward(_sum(learner, batch, temperature) * 0.0, last)
+                learner.backward(_sum(learner, batch, config) * 0.0, last)
             learner.optimizer.zero_grad(set_to_none=True)
 
 
-def _sum(learner: Learner, batch: RolloutBatch, temperature: float) -> torch.Tensor:
+def _sum(learner: Learner, batch: RolloutBatch, config: Config) -> torch.Tensor:
     if learner.name != "actor":
         return learner.module(*inputs(batch)).sum()
-    logprobs, entropy = learner.module(*inputs(batch), temperature, True)
-    return logprobs.sum() + entropy.sum()
+    charged = config.algorithm.entropy_coeff > 0
+    logprobs, entropy = learner.module(*inputs(batch), config.rollout.temperature, True, charged)
+    return logprobs.sum() + entropy.sum() if charged else logprobs.sum()

@@ -154,7 +154,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     check_room_for(run)
     if world.device.type == "cuda":  # elsewhere memory is not so short, and time is
         longest, most = dataset.results["prompt_length"]["max"], config.rollout.max_new_tokens
-        try_largest_batch(run.learners, plan, longest, most, config.rollout.temperature, world.device)
+        try_largest_batch(run.learners, plan, longest, most, config, world.device)
     return run
 
 

@@ -36,7 +36,9 @@ def update_actor(
         for number, rows in enumerate(portions, start=1):
             micro, weight = mini.select(rows), _of(weights, rows)
             mask = micro.batch.mask
-            logprobs, entropy = actor.module(*inputs(micro.batch), temperature, entropy=True)
+            logprobs, entropy = actor.module(
+                *inputs(micro.batch), temperature, entropy=True, entropy_gradient=algorithm.entropy_coeff > 0
+            )
             update = algorithms.Update(
                 logprobs=logprobs,
                 old_logprobs=micro.logprobs,

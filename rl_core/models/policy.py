@@ -61,7 +61,14 @@ class PolicyModel(nn.Module):
         self.scale: float = (getattr(settings, "logit_scale", None) or 1.0) / (getattr(settings, "logits_scaling", None) or 1.0)
 
     def forward(
-        self, input_ids: Tensor, prompt_length: Tensor, response_length: Tensor, width: int, temperature: float, entropy: bool
+        self,
+        input_ids: Tensor,
+        prompt_length: Tensor,
+        response_length: Tensor,
+        width: int,
+        temperature: float,
+        entropy: bool,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Score the responses.
 
@@ -72,6 +79,8 @@ class PolicyModel(nn.Module):
             width: R, columns of the result; the same on all ranks is not required.
             temperature: logits are divided by it.
             entropy: whether to compute the entropy too.
+            entropy_gradient: whether gradients flow through the entropy. Only where the loss has it: else the backward would
+                recompute what it needs and keep that, [tokens, vocabulary], to its end.
 
         Returns:
             Log-probabilities of the response tokens [B, R] float32 in nats, and the entropy of the distributions that they
@@ -83,7 +92,9 @@ class PolicyModel(nn.Module):
         head = self.model.get_output_embeddings()
         size = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
         scores = [
-            checkpoint(self._score, head, *chunk, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._score, head, *chunk, temperature, entropy, entropy_gradient, use_reentrant=False, preserve_rng_state=False
+            )
             for chunk in zip(states.split(size), targets.split(size), strict=True)
         ]
         blank = torch.zeros(len(input_ids), width, device=input_ids.device)
@@ -96,11 +107,14 @@ class PolicyModel(nn.Module):
         return logprobs, sum_over_ranks(entropies, self._sequence_group)
 
     def _score(
-        self, head: nn.Module, states: Tensor, targets: Tensor, temperature: float, entropy: bool
+        self, head: nn.Module, states: Tensor, targets: Tensor, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         logits = head(states).float() * (self.scale / temperature if self.cap is None else self.scale)
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * (self.cap / temperature)
         logprobs = functional.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, -(logprobs.exp() * logprobs).sum(-1) if entropy else chosen.detach()
+        if not entropy:
+            return chosen, chosen.detach()
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            return chosen, -(logprobs.exp() * logprobs).sum(-1)

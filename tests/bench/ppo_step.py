@@ -169,7 +169,7 @@ def _measure(config: Config, base: Path, options: argparse.Namespace, world: Wor
     if on_gpu:
         longest = options.prompt_tokens, config.rollout.max_new_tokens
         try:
-            try_largest_batch(run.learners, plan, *longest, config.rollout.temperature, world.device)
+            try_largest_batch(run.learners, plan, *longest, config, world.device)
         except torch.OutOfMemoryError as error:  # such a case comes last: what it holds is not given back
             return {"out_of_memory_in_the_trial": str(error).partition(".")[0], "gib_built": round(built, 2)}
     tried = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -38,7 +38,7 @@ def trained(rank: int, directory: Path) -> list[tuple[list[int], bool]]:
                     for learner in (run.actor, run.critic)
                     if learner.module is not None
                 ]
-                try_largest_batch(run.learners, run.plan, prompt=7, response=8, temperature=1.0, device=run.world.device)
+                try_largest_batch(run.learners, run.plan, prompt=7, response=8, config=run.config, device=run.world.device)
                 for hook in hooks:
                     hook.remove()
                 learners = [learner for learner in (run.actor, run.critic) if learner.module is not None]
