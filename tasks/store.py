@@ -168,7 +168,7 @@ def produce(
             results = make(scratch)
         except Exception as error:
             refused = refusal(error)
-            if refused is None:
+            if refused is None or remedy(refused) in str(error):
                 raise
             if not keep_scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
