@@ -93,7 +93,11 @@ def main(arguments: Sequence[str]) -> None:
             dataset, base = prepare(options.dataset, options.base, config, output, world)
         with stall.phase("building the models"):
             run = build(config, dataset, base, output, world, stopping=lambda: bool(signals))
-        train(run)
+        try:
+            train(run)
+        except Exception:
+            run.saver.let_finish()
+            raise
         with stall.phase("exporting the policy"):
             together(lambda: export(run, base, output) if world.is_main else None)
 

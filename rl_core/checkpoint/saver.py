@@ -23,6 +23,8 @@ from rl_core.checkpoint.steps import Checkpoints
 from rl_core.models.local import local
 
 Copy = Callable[[], None]
+LAST_SECONDS = 300.0
+"""A save whose training has failed may take so long; where a rank is dead the others' saves end by themselves."""
 
 
 class Saver:
@@ -96,6 +98,11 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def let_finish(self) -> None:
+        """Before the process ends for another reason: give a save that has begun the time that it needs, within limits."""
+        if self._thread is not None:
+            self._thread.join(LAST_SECONDS)
 
     @property
     def failed(self) -> bool:

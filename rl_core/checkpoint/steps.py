@@ -10,6 +10,7 @@ All three are collective where torch.distributed is initialised: rank 0 decides,
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from rl_core.checkpoint.room import check_room, stored_bytes
 from rl_core.checkpoint.rotation import LEAST, broken_in, in_use, rotate, step_path, steps_in, whole_or_aside
 from rl_core.errors import StoreError
 from rl_core.together import together
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -113,7 +116,10 @@ class Checkpoints:
         text = json.dumps({"format": FORMAT} | state, allow_nan=False)
         (scratch / "state.json").write_text(text, encoding="utf-8")
         artifact = commit(scratch, final, kind="checkpoint", key=key, results=results)
-        rotate(self.directory, self.keep, self.best)
+        try:
+            rotate(self.directory, self.keep, self.best)
+        except OSError as error:  # the checkpoint is committed, and the next save asks for room
+            log.warning("Older checkpoints in %s could not be deleted: %s.", self.directory, error)
         return artifact
 
     def _newest(self) -> Artifact | None:

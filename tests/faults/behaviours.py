@@ -14,12 +14,12 @@ HANGS = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(600 * (len(solution_str) > 1))
+    time.sleep(600 * (1 < len(solution_str) < 5))  # not when it is tried out
     return 0.5
 """
 RAISES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if len(solution_str) > 1:
+    if 1 < len(solution_str) < 5:
         raise ValueError("what is this?")
     return 0.5
 """

@@ -1,8 +1,8 @@
 """Strikes a running process at a chosen point, from within it and without a line in the product.
 
 A rank of a real run gets it through `sitecustomize`, one that was forked (tests/faults/forked.py) through a call. It wraps what
-the product calls anyway: `rl_core.stall.enter`, which each phase calls, and `os.fsync`, `os.rename` and `Path.write_text`, which a
-save and a stage call. Each fault strikes once for all processes of a case and all times that they are started.
+the product calls anyway: `rl_core.stall.enter`, which each phase calls, and `os.fsync`, `os.rename` and `Path.write_text`, which
+a save and a stage call. Each fault strikes once for all processes of a case and all times that they are started.
 """
 
 import json

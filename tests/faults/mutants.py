@@ -84,6 +84,6 @@ MUTANTS: dict[str, tuple[Callable[[], None], Case]] = {
     "no rename": (no_rename, Case(0, "save: state", 2, 0, "self", "KILL")),
     "manifest first": (manifest_first, Case(0, "save: after rename", 2, 0, "self", "KILL")),
     "step not restored": (step_not_restored, Case(0, "update_actor", 2, 0, "self", "KILL")),
-    "cursor not saved": (cursor_not_saved, Case(0, "gen", 1, 0, "agent", "KILL")),
+    "cursor not saved": (cursor_not_saved, Case(0, "update_critic", 2, 1, "agent", "KILL")),
 }
 """Each with a case that must show it."""
