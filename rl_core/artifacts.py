@@ -216,10 +216,12 @@ def set_aside(path: Path) -> Path:
 def refusal(error: BaseException | None) -> OSError | None:
     """The error of a full or read-only disk that lies behind another, whatever library reports it; None if there is none."""
     while error is not None:
+        said = str(error)
         for number in (*NO_ROOM, errno.EROFS):
-            said = f"os error {number})" in str(error) or os.strerror(number) in str(error)  # the former says Rust
-            if said or (isinstance(error, OSError) and error.errno == number):
-                return OSError(number, os.strerror(number))
+            if getattr(error, "errno", None) == number or f"os error {number})" in said or os.strerror(number) in said:
+                return OSError(number, os.strerror(number))  # "os error" says Rust
+        if "Not enough disk space" in said:  # `datasets`
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         error = error.__cause__ or error.__context__
     return None
 

@@ -1,5 +1,6 @@
 """Committed directories: what is whole is taken, what is not is refused, whatever was done to it."""
 
+import errno
 import json
 import os
 import sqlite3
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.artifacts import MANIFEST, commit, damage, fresh_scratch, open_artifact, scratch_of, set_aside
+from rl_core.artifacts import MANIFEST, commit, damage, fresh_scratch, open_artifact, refusal, remedy, scratch_of, set_aside
 from rl_core.digests import canonical, digest_file, digest_json
 from rl_core.errors import BrokenArtifact, StoreError
 
@@ -182,3 +183,33 @@ def test_canonical_json_does_not_depend_on_order_and_refuses_nan():
     assert digest_json({"a": 1, "b": 2}) == digest_json({"b": 2, "a": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical(float("nan"))
+
+
+def wrapped(error: Exception) -> Exception:
+    """As a library or one of our own errors hides it."""
+    try:
+        try:
+            raise error
+        except Exception as inner:
+            raise ValueError("the file cannot be read") from inner
+    except ValueError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "x"), errno.ENOSPC),
+        (wrapped(OSError(errno.EDQUOT, "x")), errno.EDQUOT),
+        (OSError(errno.EROFS, "x"), errno.EROFS),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+        (wrapped(OSError("Not enough disk space. Needed: Unknown size")), errno.ENOSPC),
+        (OSError(errno.ENOENT, "x"), None),
+        (wrapped(ValueError("28")), None),
+    ],
+)
+def test_a_full_or_read_only_disk_is_recognised_behind_other_errors(error, number):
+    found = refusal(error)
+    assert (found and found.errno) == number
+    if found:
+        assert ("store gc" in remedy(found)) == (number != errno.EROFS)
