@@ -62,7 +62,7 @@ class SlotDecoder:
         order = sorted(range(len(requests)), key=lambda row: (len(requests.prompts[row]), requests.prompts[row]))
         waiting, running = deque(order), [-1] * min(concurrency, len(requests))
         enough = max(1, len(running) // 8)  # a forward of prompts costs about as much as a step, however few they are
-        self.runner.begin(requests, len(slots.live))
+        self.runner.begin(requests)
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         with attending(self._model.config), self.runner.running():
             while True:

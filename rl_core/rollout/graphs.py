@@ -54,12 +54,12 @@ class GraphRunner(Runner):
         self._advance: Callable[..., None] = partial(_advance, self._kernels)
         if compiled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "downloads" / "compiled"))
-            # For all slots, the usual number of rows, code that knows it; the others share one that does not.
-            self._forwards = [torch.compile(_forward(self._blocks), dynamic=dynamic) for dynamic in (False, True)]
+            # For any number of rows: code for one was not faster on an H200, and would be compiled anew with the cache's size.
+            self._forward = torch.compile(type(self._blocks[0]).forward, dynamic=True) if self._blocks else None
             self._finish, self._advance = (torch.compile(made, dynamic=True) for made in (self._finish, self._advance))
 
-    def begin(self, requests: Requests, slots: int) -> None:
-        super().begin(requests, slots)
+    def begin(self, requests: Requests) -> None:
+        super().begin(requests)
         self._scale.fill_(self._temperature or 1.0)
 
     def size(self, rows: int) -> int:
@@ -74,7 +74,8 @@ class GraphRunner(Runner):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within, the model's layers are the compiled ones; what cannot be compiled runs as it is, with a warning."""
-        self._choose(dynamic=True)
+        for block in self._blocks:
+            vars(block)["forward"] = partial(self._forward, block)  # type: ignore[arg-type]
         try:
             with torch._dynamo.config.patch(suppress_errors=True):
                 yield
@@ -90,13 +91,11 @@ class GraphRunner(Runner):
         if key in self._graphs:
             self._graphs[key].replay()
             return
-        self._choose(dynamic=rows != self._slots)
         if self._calls.get(key, 0) < 2:
             self._first(key, step)
         else:
             self._graphs[key] = self._captured(step)
             self._graphs[key].replay()
-        self._choose(dynamic=True)
 
     def finish(self, logits: Tensor, slots: Slots) -> None:
         filtered = self._temperature is not None and (self._top_k or self._top_p < 1)
@@ -117,10 +116,6 @@ class GraphRunner(Runner):
         self._calls.clear()
         self._pool = torch.cuda.graph_pool_handle()  # that of the old graphs has gone with them
 
-    def _choose(self, dynamic: bool) -> None:
-        for block in self._blocks:
-            vars(block)["forward"] = partial(self._forwards[dynamic], block)
-
     def _first(self, key: Any, work: Callable[[], Any]) -> None:
         """Do something, and take the time if it is the first time, when it may have to be compiled."""
         self._calls[key] = self._calls.get(key, 0) + 1
@@ -139,10 +134,6 @@ class GraphRunner(Runner):
             step()
         self.seconds += time.perf_counter() - began
         return graph
-
-
-def _forward(blocks: list[nn.Module]) -> Callable[..., Any]:
-    return type(blocks[0]).forward if blocks else nn.Module.forward
 
 
 def _finish(logits: Tensor, slots: Slots, temperature: Tensor | None, top_k: int, top_p: float) -> None:

@@ -23,9 +23,8 @@ class Runner:
     steps = 1
     """Steps between two looks at what is finished."""
 
-    def begin(self, requests: Requests, slots: int) -> None:
-        """Take note of what all rows have in common, and of the greatest number of them."""
-        self._slots = slots
+    def begin(self, requests: Requests) -> None:
+        """Take note of what all rows have in common."""
         self._temperature: float | None = requests.temperature or None
         self._top_k, self._top_p = requests.top_k, requests.top_p
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.errors import NonFiniteError
-from rl_core.rollout.sampling import sample, uniform
+from rl_core.rollout.sampling import allowed, sample, uniform
 
 
 def slow_uniform(seed, step, sample_index, position, token):
@@ -136,3 +136,30 @@ def test_non_finite_logits_are_an_error(bad, temperature):
     logits[1, 2] = bad
     with pytest.raises(NonFiniteError, match=r"step 6, for sample 31 at response token 8 \(1 of 3 rows"):
         sample(logits, temperature, seed=0, step=6, sample_index=torch.tensor([30, 31, 32]), position=torch.tensor([8, 8, 8]))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (0, 0.3), (0, 0.75), (0, 0.999), (5, 0.6), (500, 1.0)]
+)
+def test_allowed_tokens_are_the_likeliest(top_k, top_p):
+    """Against a sort of each row, in double precision; no two tokens are as likely."""
+    scores = torch.randn(12, 60, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.3, 6, 12)[:, None]
+    made = allowed(scores, top_k, top_p)
+    for row, tokens in zip(scores.double(), made, strict=True):
+        shares, order = row.softmax(0).sort(descending=True)
+        shares, order = shares[: top_k or None], order[: top_k or None]
+        before = (shares / shares.sum()).cumsum(0) - shares / shares.sum()
+        assert tokens.nonzero()[:, 0].tolist() == sorted(order[before < top_p].tolist())
+
+
+def test_draws_among_the_allowed():
+    """Their frequencies are those of the softmax among them; log-probabilities are among all tokens."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5]).expand(4000, 5)
+    index, zero = torch.arange(4000), torch.zeros(4000, dtype=torch.long)
+    tokens, logprobs = sample(logits, 0.5, seed=1, step=1, sample_index=index, position=zero, top_k=3, top_p=0.95)
+    counts = tokens.bincount(minlength=5)
+    three = (torch.tensor([2.0, 1.5, 1.0]) / 0.5).softmax(0)
+    assert three[:2].sum() < 0.95
+    expected = torch.zeros(5).index_copy(0, torch.tensor([0, 4, 1]), three)
+    assert (counts / 4000 - expected).abs().max() < 0.03
+    assert torch.allclose(logprobs, (logits[0] / 0.5).log_softmax(0)[tokens])
