@@ -9,6 +9,7 @@ is no thread: callbacks run where the caller's context is, and their exceptions 
 
 import logging
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -34,6 +35,8 @@ STRAGGLER_SECONDS = 30.0
 """Ranks end together: a barrier behind the export is the last thing that they do. One that stays this long after another has
 ended waits for it in a collective. torchrun knows this rule only for ranks that failed, not for one that ended well."""
 ERROR_PREFIX = "ppoflow: error: "
+CAUSE = re.compile(r" ended by .+|^(\w+\.)*\w+(Error|Exception): .+")
+"""What a rank says of the error in which it ends, or the last line of a traceback."""
 
 
 class TrainingCrashed(PpoflowError):
@@ -242,9 +245,9 @@ def _raise_for(code: int, module: str, said: list[str], tail: list[str], log_pat
         raise ConfigError(said[0])
     last = [line for line in tail if line.strip()][-12:]
     killed = code < 0 or any("was killed by SIG" in line for line in last)
-    ended = next((line.split(" ended by ", 1)[1] for line in last if " ended by " in line), "")
+    found = next((match for line in tail if (match := CAUSE.search(line))), None)
     raise TrainingCrashed(
         f"{module} ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}. Running the same command again goes on "
         f"from the last committed checkpoint. Its whole log is {log_path}; the last lines are:\n" + "\n".join(last),
-        cause="" if killed else ended,
+        cause="" if killed or found is None else found[0],
     )
