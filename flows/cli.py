@@ -16,6 +16,14 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from flows.commands.bench import bench
+from flows.commands.doctor import doctor
+from flows.commands.plan import plan
+from flows.commands.samples import samples
+from flows.commands.status import status
+from flows.commands.store import store
+from flows.commands.validate import validate
+from flows.commands.verify import verify
 from flows.logs import TRACEBACK, write_traceback
 from rl_core.entry import USER_ERRORS
 from rl_core.errors import (
@@ -40,8 +48,8 @@ app = App(
     "With --traceback an error also shows where it came from.",
     suppress_keyboard_interrupt=False,  # said below, with the command that continues
 )
-for name in ("doctor", "validate", "plan", "bench", "status", "samples", "verify", "store"):
-    app.command(f"flows.commands.{name}:{name}", name=name)
+for command in (bench, doctor, plan, samples, status, store, validate, verify):
+    app.command(command)
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), consume_multiple=False)]
 
 
@@ -105,9 +113,9 @@ def explain(config: Path, /, *, overrides: Overrides = None) -> None:
     writable(home())
     prepare()
 
-    from flows.explain import explain as plan
+    from flows.explain import explain as foresee
 
-    for stage in plan(settings):
+    for stage in foresee(settings):
         print(f"{stage.stage:<18} {stage.outcome:<8} {stage.reason}")
 
 
