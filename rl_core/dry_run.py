@@ -28,12 +28,12 @@ def try_largest_batch(
     Raises:
         torch.OutOfMemoryError: it does not fit; `rl_core.entry` says what needs less.
     """
-    learners = [learner for learner in learners if learner.optimizer is not None]
-    for learner in learners:  # of all, before any is tried: the one is updated beside the moments of the other
+    mine = [(learner, learner.optimizer) for learner in learners if learner.optimizer is not None]
+    for learner, optimizer in mine:  # of all, before any is tried: the one is updated beside the moments of the other
         with learner.loaded(optimizer=True):
-            optimizer_tensors(learner.module, learner.optimizer)
-            compress(learner.optimizer)
-    for learner in learners:
+            optimizer_tensors(learner.module, optimizer)
+            compress(optimizer)
+    for learner, optimizer in mine:
         share = math.ceil(plan.mini_batch / learner.group.data_parallel)
         rows = plan.micro_batch if plan.micro_tokens is None else max(1, plan.micro_tokens // (prompt + response))
         rows = min(rows, share)
@@ -48,7 +48,7 @@ def try_largest_batch(
         with stall.phase(f"trying the largest batch of the {learner.name}"), learner.loaded(optimizer=True):
             for last in (False, True) if rows < share else (True,):
                 learner.backward(_sum(learner, batch, config) * 0.0, last)
-            learner.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
 
 
 def _sum(learner: Learner, batch: RolloutBatch, config: Config) -> torch.Tensor:

@@ -11,7 +11,7 @@ from rl_core.user_code import code_fingerprint
 
 
 def training_identity(config: Config, dataset: str, base: str) -> dict[str, Any]:
-    """Inputs by the digests of their artifacts, reward and own algorithms by their content, model, rollout, algorithm, optimizer, seed."""
+    """Inputs by the digests of their artifacts, reward and own algorithms by their content, the rest by its settings."""
     own = (config.algorithm.adv_estimator, config.algorithm.policy_loss)
     return {
         "config": config.training_identity(),

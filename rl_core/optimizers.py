@@ -33,8 +33,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: "TrainedRoleCon
     if settings.optimizer == "adamw8bit":
         return AdamW8bit(parameters, settings.learning_rate, betas, settings.adam_epsilon, settings.weight_decay)
     parameters = list(parameters)
-    # On a GPU fused: foreach holds copies as large as the model while it steps. On the CPU foreach is as fast and what results there
-    # are compared with bit by bit.
+    # On a GPU fused: foreach holds copies as large as the model while it steps. On the CPU foreach is as fast, and results are
+    # compared bit by bit there.
     fused = {"fused": True} if parameters and parameters[0].is_cuda else {"foreach": True}
     return AdamW(parameters, settings.learning_rate, betas, settings.adam_epsilon, settings.weight_decay, **fused)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rl_core.batching import BatchPlan
 from rl_core.data.prompts import Prompt
-from rl_core.distributed import World
 from rl_core.role import Role
 from rl_core.rollout.batch import RolloutBatch
 from rl_core.rollout.engine import RolloutEngine

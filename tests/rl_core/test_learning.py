@@ -11,10 +11,10 @@ import torch
 from rl_core import ppo, train
 from rl_core.artifacts import Artifact, commit, fresh_scratch
 from rl_core.config import Config, parse_config
+from rl_core.config.algorithm import ESTIMATORS
 from rl_core.data.tokenize import tokenize
 from rl_core.distributed import joined
 from rl_core.models.source import load_tokenizer_dir
-from rl_core.config.algorithm import ESTIMATORS
 from tests.tiny import tiny_model, tiny_prompts
 
 REWARD = """

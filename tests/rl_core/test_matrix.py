@@ -98,7 +98,9 @@ CASES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         },
         "grpo": {"two ranks a sequence": {"fsdp.ulysses_sequence_parallel_size": 2}},
         "remax, gspo": {"fsdp": {}},
-        "clip_cov": {"actor alone, critic alone": {"model_mapping.actor": [0], "model_mapping.critic": [1], "fsdp.strategy": "single"}},
+        "clip_cov": {
+            "roles apart": {"model_mapping.actor": [0], "model_mapping.critic": [1], "fsdp.strategy": "single"},
+        },
         "deepseek-v2": {"fsdp": {}},
         "gpt2": {"fsdp": {}},
         "low": {
