@@ -14,12 +14,13 @@ HANGS = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(600 * (1 < len(solution_str) < 5))  # not when it is tried out
+    if int(ground_truth) % 3 == 0 and len(solution_str) < 5:  # not when it is tried out, and not all of a step
+        time.sleep(600)
     return 0.5
 """
 RAISES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if 1 < len(solution_str) < 5:
+    if int(ground_truth) % 3 == 0 and len(solution_str) < 5:
         raise ValueError("what is this?")
     return 0.5
 """
@@ -62,18 +63,18 @@ class Behaviour:
     reward: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     in_rank: Callable[[], None] = lambda: None
-    committed: bool = True
-    """Whether steps before it are kept."""
+    committed: bool | None = True
+    """Whether steps before it are kept; None: there may be none before it."""
 
 
 LIMIT = {"reward.timeout_s": 2}
 BEHAVIOURS = {
-    "a reward that hangs ends the run": Behaviour(2, "reward", HANGS, LIMIT | {"reward.on_error": "raise"}, committed=False),
+    "a reward that hangs ends the run": Behaviour(2, "reward", HANGS, LIMIT | {"reward.on_error": "raise"}, committed=None),
     "a reward that hangs is worth the error value": Behaviour(
         0, "reward/failed", HANGS, {"reward.timeout_s": 1, "reward.on_error": "value", "trainer.max_steps": 1}
     ),
     "a reward that raises ends the run": Behaviour(
-        2, "what is this?", RAISES, {"reward.timeout_s": None, "reward.on_error": "raise"}, committed=False
+        2, "what is this?", RAISES, {"reward.timeout_s": None, "reward.on_error": "raise"}, committed=None
     ),
     "a reward that raises is worth the error value": Behaviour(
         0, "reward/failed", RAISES, {"reward.timeout_s": None, "reward.on_error": "value"}
@@ -103,6 +104,6 @@ def misbehave(world: World, name: str, directory: Path) -> list[str]:
     told = any(value > 0 for row in rows for key, value in row.items() if key.startswith(behaviour.said))
     if not (told if rows else behaviour.said in ended.log):
         wrong.append(f"nobody is told: {behaviour.said}; {ended.log[-600:]}")
-    if bool(steps_of(run)) != behaviour.committed:
+    if behaviour.committed is not None and bool(steps_of(run)) != behaviour.committed:
         wrong.append(f"committed are the steps {steps_of(run)}")
     return wrong
