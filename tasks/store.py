@@ -7,9 +7,11 @@
 `PPOFLOW_HOME/store/<stage>/<key>/` holds committed directories only (`rl_core.artifacts`).
 """
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -167,12 +169,12 @@ def produce(
         try:
             results = make(scratch)
         except Exception as error:
-            refused = refusal(error)
+            refused = refusal(error) or _full(scratch, error)
             if refused is None or remedy(refused) in str(error):
                 raise
             if not keep_scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
-            said = f"{error}" if isinstance(error, StoreError) else f"{scratch.parent}: {refused.strerror}."
+            said = f"{refused.strerror}: {error}" if isinstance(error, StoreError) else f"{scratch.parent}: {refused.strerror}."
             raise StoreError(f"{key.stage}: {said} {remedy(refused)}") from error
         replaced = set_aside(key.path) if key.path.exists() else None
         artifact = commit(
@@ -181,6 +183,13 @@ def produce(
         if replaced is not None:
             shutil.rmtree(replaced)
         return reference_of(artifact, "computed")
+
+
+def _full(scratch: Path, error: Exception) -> OSError | None:
+    """The reason that a library has lost (torch's writer of zip files does)."""
+    if isinstance(error, (OSError, RuntimeError, StoreError)) and shutil.disk_usage(scratch.parent).free < 2**20:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
 
 
 def find(key: Key) -> Artifact | None:
