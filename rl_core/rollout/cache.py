@@ -173,7 +173,7 @@ def attend(
         return torch.ops.ppoflow.prefill_attention(q, k, v, *held, rows.bounds, rows.longest, scale)[None], None
     layer.keys[rows.slots, rows.places] = key[0].transpose(0, 1)
     layer.values[rows.slots, rows.places] = value[0].transpose(0, 1)
-    parts = [_causal(*(states[:, :, a:b] for states in (query, key, value)), scale) for a, b in pairwise(rows.cuts)]
+    parts = [_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scale) for a, b in pairwise(rows.cuts)]
     return torch.cat(parts, dim=1), None
 
 

@@ -7,6 +7,7 @@ of a prompt is the first input of the decoding, so a prompt that another slot ho
 
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class SlotDecoder:
                 began = time.perf_counter()
                 rows = self._narrow(slots, running)
                 for _ in range(self.runner.steps):
-                    self.runner.run(rows, lambda count=rows: self._step(slots.first(count)))
+                    self.runner.run(rows, partial(self._step, slots.first(rows)))
                 self._look(slots, requests, running, results)
                 self.seconds["decode_s"] += time.perf_counter() - began
 

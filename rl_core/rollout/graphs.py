@@ -55,7 +55,7 @@ class GraphRunner(Runner):
         if compiled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "downloads" / "compiled"))
             # For any number of rows: code for one was not faster on an H200, and would be compiled anew with the cache's size.
-            self._forward = torch.compile(type(self._blocks[0]).forward, dynamic=True) if self._blocks else None
+            self._forward: Any = torch.compile(type(self._blocks[0]).forward, dynamic=True) if self._blocks else None
             self._finish, self._advance = (torch.compile(made, dynamic=True) for made in (self._finish, self._advance))
 
     def begin(self, requests: Requests) -> None:
@@ -75,7 +75,7 @@ class GraphRunner(Runner):
     def running(self) -> Iterator[None]:
         """Within, the model's layers are the compiled ones; what cannot be compiled runs as it is, with a warning."""
         for block in self._blocks:
-            vars(block)["forward"] = partial(self._forward, block)  # type: ignore[arg-type]
+            vars(block)["forward"] = partial(self._forward, block)
         try:
             with torch._dynamo.config.patch(suppress_errors=True):
                 yield

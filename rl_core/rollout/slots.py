@@ -36,15 +36,25 @@ class Slots:
     @classmethod
     def empty(cls, size: int, width: int, ends: int, device: torch.device) -> "Slots":
         """S = `size` rows, none live, with W = `width` and E = `ends`."""
-        long = {"dtype": torch.long, "device": device}
-        flag = {"dtype": torch.bool, "device": device}
+
+        def long(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        def flags() -> Tensor:
+            return torch.zeros(size, dtype=torch.bool, device=device)
+
         return cls(
-            *(torch.zeros(size, **long) for _ in range(4)),
-            *(torch.zeros(size, **flag) for _ in range(3)),
-            torch.full((size, ends), -1, **long),
-            torch.zeros(size, 2, **long),
-            torch.zeros(size, width, **long),
-            torch.zeros(size, width, dtype=torch.float32, device=device),
+            token=long(size),
+            position=long(size),
+            produced=long(size),
+            limit=long(size),
+            live=flags(),
+            stopped=flags(),
+            bad=flags(),
+            stops=long(size, ends) - 1,
+            keys=long(size, 2),
+            tokens=long(size, width),
+            logprobs=torch.zeros(size, width, device=device),
         )
 
     def first(self, rows: int) -> "Slots":

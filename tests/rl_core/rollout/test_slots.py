@@ -80,6 +80,7 @@ def test_a_ragged_batch_costs_what_it_generates(engine: RolloutEngine) -> None:
         rows, tokens = given["input_ids"].shape
         (decoded if tokens == 1 else packed).append(rows * tokens)
 
+    assert engine._decoder_for(1) is not None  # which was found out by a forward
     prompts, limits = [[5, 6, 7, 8]] * 24, [2, 3, 4, 30, 2, 5] * 4
     hook = engine.model.register_forward_pre_hook(note, with_kwargs=True)
     try:
