@@ -149,7 +149,8 @@ def _scoring(situation: Situation, each: Held) -> dict[str, int]:
 def _updating(situation: Situation, each: Held) -> list[dict[str, int]]:
     """What there is beside the resident at the moments of an update that may be its worst."""
     rows, prompt, response, micro_batches = _portion(situation, each)
-    trace = update_trace(each.part, rows, prompt, response)
+    charged = each.role == "actor" and situation.config.algorithm.entropy_coeff > 0
+    trace = update_trace(each.part, rows, prompt, response, charged)
     on_device = not each.fsdp.offload_policy
     sharded = each.trained_itemsize / each.shards if on_device else 0.0
     # Until the last micro-batch gradients are summed without the other ranks: whole, on the device even with offload_policy.

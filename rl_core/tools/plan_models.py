@@ -136,8 +136,8 @@ def sizes(part: Part) -> Sizes:
 
 
 @cache
-def update_trace(part: Part, rows: int, prompt: int, response: int, entropy: bool = True) -> Trace:
-    """Forward and backward of a micro-batch of `rows` responses, all of the greatest length."""
+def update_trace(part: Part, rows: int, prompt: int, response: int, entropy: bool = False) -> Trace:
+    """Forward and backward of a micro-batch of `rows` responses, all of the greatest length; `entropy`: the loss has it."""
     module, causal = _built(part)
     settings = part.settings
     if layer_runner(settings) is not None:
@@ -147,9 +147,9 @@ def update_trace(part: Part, rows: int, prompt: int, response: int, entropy: boo
     counter = LiveBytes(ignored=[*module.parameters(), *module.buffers()])
     remove = collect_gradients(module, counter)
     with counter:
-        results = _run(module, part, rows, prompt, response, entropy)
+        results = _run(module, part, rows, prompt, response, True, entropy)
         kept, forward = counter.live, counter.peak
-        results[0].sum().backward()
+        (results[0].sum() + results[1].sum() if entropy else results[0].sum()).backward()
         after = counter.live
     remove()
     return Trace(kept, forward, after, tuple(sorted(counter.most.items())))
@@ -160,7 +160,7 @@ def scoring_peak(part: Part, rows: int, prompt: int, response: int) -> int:
     """Most bytes of a forward of a part that is `frozen`."""
     module, _ = _built(part)
     with LiveBytes(ignored=[*module.parameters(), *module.buffers()]) as counter, torch.no_grad():
-        _run(module, part, rows, prompt, response, entropy=False)
+        _run(module, part, rows, prompt, response, False)
     return counter.peak
 
 
@@ -178,12 +178,12 @@ def _built(part: Part) -> tuple[nn.Module, "PreTrainedModel"]:
     return module.eval(), causal
 
 
-def _run(module: nn.Module, part: Part, rows: int, prompt: int, response: int, entropy: bool) -> tuple[Any, ...]:
+def _run(module: nn.Module, part: Part, rows: int, prompt: int, response: int, *entropy: bool) -> tuple[Any, ...]:
     ids = torch.empty(rows, prompt + response, dtype=torch.long, device=META)
     lengths = torch.empty(rows, dtype=torch.long, device=META)
     if part.valued:
         return (module(ids, lengths, lengths, response),)
-    return module(ids, lengths, lengths, response, 1.0, entropy)
+    return module(ids, lengths, lengths, response, 1.0, *entropy)
 
 
 def _without_kept(recomputed: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

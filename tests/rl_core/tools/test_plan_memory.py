@@ -162,7 +162,7 @@ MEASURED = [
     ("qwen2_1.5b_two_gpus", "fsdp"),
     ("qwen2_1.5b_two_gpus", "actor+ref [0], critic [1]"),
 ]
-"""Committed results of `ppo_step.py`, of which none was decided by the optimizer that has been replaced since."""
+"""Committed results of `ppo_step.py`. Since then AdamW, the rollout and the entropy have come to take less or more: some GiB."""
 
 
 @pytest.mark.parametrize(("file", "case"), MEASURED)
@@ -188,8 +188,12 @@ def test_peaks_measured_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, file:
 
 
 def test_predictions_that_were_made_before_they_were_measured() -> None:
-    for name, case in json.loads((RESULTS / "plan_predictions.json").read_text()).items():
-        assert "gib_measured" not in case or abs(case["gib_predicted"] / case["gib_measured"] - 1) <= 0.1, name
+    predicted = json.loads((RESULTS / "plan_predictions.json").read_text())
+    measured = json.loads((RESULTS / "plan_measured_h200.json").read_text())["cases"]
+    assert len(measured) == 5
+    for name, case in measured.items():
+        assert case["gib_predicted"] == predicted[name]["gib_predicted"]
+        assert case["gib_predicted"] == pytest.approx(case["gib_measured"], rel=0.1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -95,6 +95,14 @@ def test_checkpointing_and_offload_keep_less(tmp_path: Path) -> None:
     assert kept(activation_cpu_offload=True, activation_checkpointing=True) < 4 * state
 
 
+def test_entropy_in_the_loss_needs_more_logits(tmp_path: Path) -> None:
+    wide = part(tiny_model(tmp_path / "model", vocab_size=20_000))
+    logits = ROWS * RESPONSE * 20_000 * 4
+    usual, charged = (dict(update_trace(wide, ROWS, PROMPT, RESPONSE, entropy).most)[0] for entropy in (False, True))
+    assert charged > usual + 0.9 * logits
+    assert usual >= 3 * logits  # as computed, as logarithms, and their gradient
+
+
 def test_without_gradients_only_a_layer_at_a_time_is_held(tmp_path: Path) -> None:
     shallow = tiny_model(tmp_path / "shallow", num_hidden_layers=2)
     deep = tiny_model(tmp_path / "deep", num_hidden_layers=8)
