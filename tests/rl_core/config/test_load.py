@@ -26,7 +26,7 @@ SMALL = {
         ({"critic.fsdp.param_ofload": True}, r"unknown key critic\.fsdp\.param_ofload \(did you mean param_offload\?\)"),
         ({"model_mapping.actr": [0]}, r"unknown key model_mapping\.actr \(did you mean actor\?\)"),
         ({"actor.lora.rnak": 8}, r"unknown key actor\.lora\.rnak \(did you mean rank\?\)"),
-        ({"checkpoint.zzz": 8}, r"unknown key checkpoint\.zzz \(known keys here: keep, save_steps\)"),
+        ({"checkpoint.zzz": 8}, r"checkpoint\.zzz \(known keys here: async_save, keep, keep_best, must_save_by, save_steps\)"),
         ({"trainer.seed": "x"}, r"trainer\.seed = 'x': Input should be a valid integer"),
         ({"trainer.seed": {"deep": 1}}, r"--set trainer\.seed\.deep: seed is a value"),
         ({"trainer.seed": 1, "trainer.seed.deep": 1}, r"--set trainer\.seed\.deep: seed is a value"),
