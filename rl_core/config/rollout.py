@@ -20,4 +20,4 @@ class RolloutConfig(Section):
     """Logits are divided by it, in the rollout and in the log-probabilities of training alike."""
 
     batch_size: Annotated[Runtime[int], Field(gt=0)] = 64
-    """Responses that a rank generates at a time."""
+    """Responses that a rank generates at a time; where one has ended the next begins."""
