@@ -1,5 +1,6 @@
 """Models that cannot be trained, each of which a validation has to find, in the step where it shows; and such as can."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from rl_core.config.trainer import LaunchConfig
 from rl_core.distributed import World, joined
 from rl_core.errors import ModelError
 from rl_core.tools.validate import validate
+from rl_core.tools.validate_modules import Gradients, gradients
 from rl_core.tools.validate_ranks import Ranks
 from rl_core.tools.validate_report import Report
 from tests.pipeline import ROOT, environment, ppoflow, tiny_settings
@@ -44,8 +46,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
+    gc.freeze()  # a validation collects garbage after each role: it need not look at the libraries each time
     with joined(LaunchConfig(device="cpu")) as alone:
         yield alone
+    gc.unfreeze()
 
 
 def settings(directory: Path) -> dict[str, Any]:
@@ -211,7 +215,8 @@ def test_a_list_that_misses_some_of_the_layers(directory: Path, world: World) ->
         {"fsdp.wrap_policy.auto_wrap": "NO_WRAP"}, {"fsdp.wrap_policy.min_num_params": 1_000_000},
     )  # fmt: skip
     for wrap in wraps:
-        assert validate(config(directory, copy, **TRUSTED, **wrap), world, "x").ok, wrap
+        alone = {"algorithm.kl_in": "none", "algorithm.adv_estimator": "rloo", "rollout.n": 2}
+        assert validate(config(directory, copy, **TRUSTED, **wrap, **alone), world, "x").ok, wrap
 
 
 def test_a_forward_without_gradients(directory: Path, world: World) -> None:
@@ -231,6 +236,30 @@ def test_one_parameter_without_gradient_is_named(directory: Path, world: World) 
     said = failure(report, "actor")[1]
     assert said.startswith(
         "model.name_or_path: 1 of 21 trained parameters get no gradient: model.embed_tokens.weight. The forward "
+    )
+
+
+def test_what_is_said_of_each_gradient(world: World) -> None:
+    """Experts are lists within a layer's list; a frozen parameter is none of those looked at."""
+    experts = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
+    module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts})])})
+    module["used"], module["unused"], module["frozen"] = (torch.nn.Linear(2, 1) for _ in range(3))
+    module["frozen"].requires_grad_(False)
+    experts[0].weight.grad, module["used"].weight.grad = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, float("inf")]])
+    module["used"].bias.grad = torch.zeros(1)
+    assert gradients(module, None) == Gradients(
+        trained=[
+            "layers.0.experts.0.weight",
+            "layers.0.experts.1.weight",
+            "used.weight",
+            "used.bias",
+            "unused.weight",
+            "unused.bias",
+        ],
+        missing=["unused.weight", "unused.bias"],
+        idle=["layers.0.experts.1.weight"],
+        infinite=["used.weight"],
+        zero=["used.bias"],
     )
 
 
@@ -262,11 +291,9 @@ def test_a_cache_that_gives_something_else(directory: Path, world: World) -> Non
     assert "nats per token from those of the training's forward" in failure(report, "actor")[1]
 
 
-def on_two_ranks(rank: int, directory: Path) -> tuple[Any, str, Any]:
-    """A report of roles on ranks of their own; what a rank learns that fails while the other waits for it in a collective; and
-    what both learn of a failure on one of them."""
-    world = World(rank, 2, torch.device("cpu"))
-    report = validate(config(directory, model_mapping={"actor": [0], "critic": [1]}), world, "x").to_json()
+def on_two_ranks(rank: int) -> tuple[str, Any, Any]:
+    """What a rank learns that fails while the other waits for it in a collective; what both learn when that is through; and of a
+    failure on one of them."""
 
     def fails() -> str:
         raise LookupError("here")
@@ -275,38 +302,31 @@ def on_two_ranks(rank: int, directory: Path) -> tuple[Any, str, Any]:
         dist.barrier()
         return "came through"
 
-    ranks = Ranks(world, patience=1.0)
-    stuck = ""
+    ranks, stuck, first = Ranks(World(rank, 2, torch.device("cpu")), patience=0.5), "", None
     try:
         first = ranks.attempt("forward of the actor", waits if rank == 0 else fails)
     except ModelError as error:
         stuck = str(error)
         dist.barrier()
-        first = None
     second = ranks.attempt("load", (lambda: "fine") if rank == 0 else fails)
     dist.barrier()  # both end at the same time
-    return report, stuck, (first, second)
+    return stuck, first, second
 
 
-def test_roles_on_ranks_of_their_own_and_failures_on_one_rank(directory: Path) -> None:
-    (one, _, (released, first)), (other, stuck, (_, second)) = run_ranks(on_two_ranks, 2, directory)
-    assert one == other
-    report = Report.from_json(one)
-    assert states(report) == {"actor": "pppp", "critic": "pppp", "ref": "ppp"}
-    wraps = {result.role: result.found for result in report.results if result.step == "wrap"}
-    assert wraps["critic"].startswith("critic (LlamaForCausalLM): fsdp (1 replica(s) × 1 shard(s))")
-    assert stuck.startswith(
-        "forward of the actor failed on rank 1, and the other ranks wait for it in a collective: LookupError: "
-    )
+def test_a_failure_on_one_rank() -> None:
+    (_, released, first), (stuck, _, second) = run_ranks(on_two_ranks, 2)
+    assert stuck.startswith("forward of the actor failed on rank 1, and the other ranks wait for it in a collective: LookupError")
     assert released.error == first.error == second.error
     assert first.error.startswith("rank 1: LookupError: here (")
     assert first.found == "fine"
 
 
 def test_the_program_under_torchrun(directory: Path) -> None:
-    """Sharded over two ranks, with a critic that fails."""
+    """Roles on ranks of their own and on both, and a critic that fails."""
+    mapping = {"actor": [0], "critic": [1], "ref": [0, 1]}
     critic = {"fsdp": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaMLP"]}}}
-    (directory / "x.yaml").write_text(yaml.safe_dump(settings(directory) | {"critic": critic}))
+    given = settings(directory) | {"critic": critic, "model_mapping": mapping}
+    (directory / "x.yaml").write_text(yaml.safe_dump(given))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ended = subprocess.run(
         [*torchrun, "-m", "rl_core.tools.validate", "--config_path", str(directory / "x.yaml"), "--json"],
@@ -316,7 +336,10 @@ def test_the_program_under_torchrun(directory: Path) -> None:
     report = Report.from_json(json.loads(ended.stdout))
     assert (report.ranks, report.config) == (2, str(directory / "x.yaml"))
     assert states(report) == {"actor": "pppp", "critic": "pfss", "ref": "ppp"}
-    assert "10,928 of them (50.0%" in report.results[1].found
+    wraps = {result.role: result.found for result in report.results if result.step == "wrap"}
+    assert wraps["actor"].startswith("actor (LlamaForCausalLM): fsdp (1 replica(s) × 1 shard(s))")
+    assert wraps["ref"].startswith("ref (LlamaForCausalLM): fsdp (1 replica(s) × 2 shard(s))")
+    assert "10,928 of them (50.0%" in wraps["ref"]
 
 
 def test_the_command(directory: Path) -> None:
