@@ -88,7 +88,8 @@ class Checkpoints:
         return artifact
 
     def latest(self) -> Artifact | None:
-        """The newest checkpoint that is what its manifest says; broken ones are set aside with a warning.
+        """The newest checkpoint that is what its manifest says; broken ones are set aside with a warning. For the one who writes
+        them: what a dead writer left is removed.
 
         Raises:
             StoreError: there were checkpoints, and none is whole; or the newest has a format that this release does not read.
@@ -107,8 +108,7 @@ class Checkpoints:
             return upgraded(json.loads((artifact.path / "state.json").read_text(encoding="utf-8")), artifact.path)
 
     def _begin(self, final: Path, needed: int) -> None:
-        for leaving in self.directory.glob(".step_*.partial"):
-            shutil.rmtree(leaving)
+        self._collect()
         fresh_scratch(final)
         check_room(self.directory, needed, "A checkpoint")
 
@@ -122,7 +122,13 @@ class Checkpoints:
             log.warning("Older checkpoints in %s could not be deleted: %s.", self.directory, error)
         return artifact
 
+    def _collect(self) -> None:
+        """What a dead save or rotation left."""
+        for leaving in self.directory.glob(".step_*.partial"):
+            shutil.rmtree(leaving)
+
     def _newest(self) -> Artifact | None:
+        self._collect()
         for step in reversed(self.steps()):
             refuse_other_format(self.path(step))
             artifact = whole_or_aside(self.path(step))

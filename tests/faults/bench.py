@@ -23,6 +23,7 @@ from typing import Any
 WRONG = {
     "orphan": "orphans", "lost": "lost checkpoints", "corrupt": "silent corruptions", "different": "not bit-identical",
     "exit code": "wrong exit codes", "hang": "hangs", "resume": "resumed elsewhere",
+    "leaving": "leavings",
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def strike(world: World, case: Case, directory: Path, mutate: Callable[[], None]
     if again.code == 0:
         _compare(case, run, world, say, case.ranks)
     if list((run / "checkpoints").glob(".*")):
-        say(f"corrupt: leavings {[path.name for path in (run / 'checkpoints').glob('.*')]}")
+        say(f"leaving: {[path.name for path in (run / 'checkpoints').glob('.*')]}")
     return outcome
 
 
