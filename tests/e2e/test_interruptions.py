@@ -29,7 +29,7 @@ SECONDS = 240
 def config(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("interrupted")
     settings = tiny_settings(directory)
-    settings["launch"]["nproc_per_node"] = 2
+    settings["launch"] |= {"nproc_per_node": 2, "max_restarts": 0}  # the flow is to see what died
     settings["rollout"]["max_new_tokens"] = 100  # a rollout and an update that last long enough to be hit
     settings["trainer"] |= {"max_steps": STEPS, "ppo_mini_batch_size": 4}
     settings["checkpoint"] = {"save_steps": 2, "keep": 20}
