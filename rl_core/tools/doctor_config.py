@@ -44,7 +44,7 @@ def check_extras(config: Config, installed: Callable[[str], bool] = lambda modul
     generated = isinstance(config.data.source, ReasoningGymSource)
     needed = {
         "peft": ("pip install peft", [f"{name}.lora" for name in trained]),
-        "gguf": ("pip install gguf", ["model.name_or_path" for name in names if name.removesuffix("/").endswith(".gguf")]),
+        "gguf": ("pip install gguf", ["model.name_or_path" for name in names if ".gguf" in name]),
         "reasoning_gym": (
             "pip install reasoning-gym",
             ["data.source"] * generated + ["reward" for own in rewards if isinstance(own, ReasoningGymReward)],
@@ -76,6 +76,10 @@ def check_model(section: str, model: PretrainedModel) -> Check:
 
     name = model.name_or_path
     if "://" in name:
+        local = next((part.removeprefix("file://") for part in name.split("::") if part.startswith("file://")), None)
+        if local is not None and not Path(local).exists():
+            remedy = f"Bring the file, or mend {section}.name_or_path (paths are taken from the working directory)."
+            return Check(section, "fail", f"{name}: there is no {Path(local).absolute()}", remedy)
         return Check(section, "pass", f"{name} is fetched when it is first needed")
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         source = resolve(model, section)

@@ -206,6 +206,16 @@ def test_flash_attention_and_file_systems(tmp_path: Path) -> None:
     assert remote.found.startswith("nosuch://bucket/model cannot be opened")
 
 
+def test_an_archive_that_is_missing(tmp_path: Path) -> None:
+    name = f"simplecache::zip://x.gguf::file://{tmp_path}/x.whl"
+    settings = config(tmp_path, model__name_or_path=name)
+    check = checks(settings)["model"]
+    assert (check.state, check.found) == ("fail", f"{name}: there is no {tmp_path}/x.whl")
+    assert check_extras(settings, lambda module: True).found == "gguf installed"
+    (tmp_path / "x.whl").write_text("")
+    assert checks(settings)["model"].state == "pass"
+
+
 def test_own_code_that_is_no_python(tmp_path: Path) -> None:
     settings = config(tmp_path, algorithm__policy_loss={"path": str(tmp_path / "loss.py"), "name": "loss"})
     (tmp_path / "loss.py").write_text("def loss(:\n")
