@@ -1,5 +1,6 @@
 """Runs a function of a test file on several real processes joined by gloo."""
 
+import os
 import pickle
 import tempfile
 import traceback
@@ -8,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_SECONDS = 240.0
+PRELOADED = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo",
+    "torch.utils.checkpoint", "torch.testing", "transformers.models.llama.modeling_llama", "transformers.generation.utils",
+    "tokenizers", "pytest", "rl_core.train",
+]  # fmt: skip
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` spawned processes with torch.distributed (gloo) initialised.
+    """Call `function(rank, *args)` on `world_size` processes of their own with torch.distributed (gloo) initialised.
+
+    They are forked from a process that has done nothing but import torch and transformers, which takes seconds each time.
 
     The function must be importable (module level); arguments and results must be picklable.
 
@@ -22,16 +30,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         RuntimeError: a rank raised (its traceback is in the message), died or did not end in time. The other ranks are
             ended then, so that one failing rank hangs nobody.
     """
-    import torch.multiprocessing as multiprocessing
-
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        ranks = [
-            context.Process(target=_rank, args=(function, rank, world_size, scratch, args), daemon=True)
-            for rank in range(world_size)
-        ]
-        for rank in ranks:
-            rank.start()
+        ranks = started(function, world_size, Path(scratch), *args)
         try:
             _wait(ranks, Path(scratch))
         finally:
@@ -40,6 +40,21 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
                     rank.kill()
                 rank.join()
         return [pickle.loads((Path(scratch) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def started(function: Callable[..., Any], world_size: int, scratch: Path, *args: Any) -> list[Any]:
+    """The processes that run it, by rank: what each returns or raises goes to files in `scratch`."""
+    import torch.multiprocessing as multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ranks = [
+        context.Process(target=_rank, args=(function, rank, world_size, str(scratch), dict(os.environ), args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
 
 
 def _wait(ranks: list[Any], scratch: Path) -> None:
@@ -59,13 +74,16 @@ def _wait(ranks: list[Any], scratch: Path) -> None:
                 raise RuntimeError(f"rank {rank} failed with exit code {ranks[rank].exitcode}:\n{reports}")
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, scratch: str, args: tuple[Any, ...]) -> None:
-    import os
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, scratch: str, environment: dict[str, str], args: tuple[Any, ...]
+) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()  # what the server had when it started
+    os.environ.update(environment)
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)

@@ -171,6 +171,7 @@ def test_a_users_mistake_on_one_rank_is_one_paragraph_on_each(tmp_path):
     errors = [line for line in ended.stdout.splitlines() if line.startswith("ppoflow: error: ")]
     assert len(errors) == 2, ended.stdout
     assert len(set(errors)) == 1
-    assert "raises ValueError: a user's mistake on prompt" in errors[0]
+    assert "reward.py raises ValueError: a user's mistake (line 6 of " in errors[0]
+    assert " on prompt " in errors[0]
     assert "compute_score" not in ended.stderr  # no rank's traceback
     assert set(re.findall(r"exitcode\s*: (\d+)", ended.stderr)) == {"2"}

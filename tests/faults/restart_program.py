@@ -17,12 +17,12 @@ def main(mode: str, directory: Path) -> int:
     with (directory / f"starts-{rank}").open("a") as file:
         file.write(f"{os.getpid()}\n")
     start = len((directory / f"starts-{rank}").read_text().splitlines())
-    stop: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    if mode == "killed twice" and start <= 2:
-        if rank == "1":
+    if mode == "killed twice":
+        if rank == "1" and start <= 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)  # as in a collective, until it is ended
+        (directory / f"going-{rank}").touch()
+        while not (directory / "going-1").exists():
+            time.sleep(0.02)  # as in a collective, until it is ended
     if mode == "killed for ever":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode in ("same error", "other errors"):
@@ -33,6 +33,8 @@ def main(mode: str, directory: Path) -> int:
         print("ppoflow: error: trainer.seed: nobody likes it.")
         return 2
     if mode == "serve":
+        stop: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
         (directory / f"ready-{rank}").touch()
         while not stop:
             time.sleep(0.02)

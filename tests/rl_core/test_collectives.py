@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import ranks as processes
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, started
 from tests.rl_core import tiny_runs
 from tests.rl_core.tiny_runs import built
 
@@ -132,13 +130,7 @@ def build_one_wrong(rank: int, directory: Path) -> None:
 
 def by_themselves(function: Callable[..., None], world_size: int, scratch: Path, *args: Any) -> list[str]:
     """The tracebacks with which ranks end that nobody ends, by rank."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=processes._rank, args=(function, rank, world_size, str(scratch), args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = started(function, world_size, scratch, *args)
     try:
         until = time.monotonic() + LIMIT_SECONDS
         for process in ranks:

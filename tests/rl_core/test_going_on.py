@@ -110,6 +110,7 @@ def save_and_restore(rank: int, directory: Path) -> dict[str, dict[str, float | 
         if learner.module is not None:
             learner.skipped, learner.scale, learner.scaled_steps = state
     run.save(1)
+    run.saver.wait()
     again = built(rank, directory, "state", half)
     return {learner.name: learner.state for learner in (again.actor, again.critic)}
 

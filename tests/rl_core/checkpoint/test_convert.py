@@ -58,7 +58,7 @@ def test_the_artifact(models: dict[str, tuple[Path, Path]]) -> None:
 
 def test_large_tensors_go_in_pieces_and_keep_their_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_core.checkpoint.convert.PIECE_BYTES", 1000)
-    monkeypatch.setattr("rl_core.checkpoint.dcp.FILE_BYTES", 10_000)
+    monkeypatch.setattr("rl_core.checkpoint.writer.FILE_BYTES", 10_000)
     source = family(tmp_path / "m", "llama-untied")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})

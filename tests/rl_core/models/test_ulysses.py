@@ -109,7 +109,7 @@ def policy_of(family: str, group: Group | None) -> PolicyModel:
 
 def scored(policy: nn.Module, critic: nn.Module, rows: Batch, factor: int = 1) -> Result:
     """Scores, and gradients of the objective left in both models."""
-    logprobs, entropy = policy(*rows, TEMPERATURE, True)
+    logprobs, entropy = policy(*rows, TEMPERATURE, entropy=True, entropy_gradient=True)
     values = critic(*rows)
     (objective(logprobs, entropy, values) * factor).backward()
     return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "values": values.detach()}
