@@ -1,13 +1,16 @@
-"""What can be refused before models load: a run directory of another run, too few prompts, too few positions."""
+"""What can be refused before models load: a run directory of another run, too few prompts, positions or rows
+of the embedding."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.artifacts import Artifact
 from rl_core.config import Config
+from rl_core.data.prompts import Prompts
 from rl_core.digests import flatten
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ModelError
 from rl_core.models.auto import model_config
 
 
@@ -45,6 +48,18 @@ def check_positions(config: Config, dataset: Artifact, base: Artifact) -> None:
                 f"{name}.max_new_tokens: {most} behind the longest prompt ({longest} tokens) is more than the {positions} "
                 "positions of the model. Lower it, or data.max_prompt_length."
             )
+
+
+def check_token_ids(config: Config, prompts: Sequence[Prompts], base: Artifact) -> None:
+    """Refuse prompts with ids that the embedding lacks: an index out of range in the middle of a step, on a GPU one that ends
+    the process. Ids that no prompt has do no harm: the tokenizers of some models know tokens of their larger relatives."""
+    rows = model_config(base.path, config.model.trust_remote_code).get_text_config().vocab_size
+    greatest = max(some.greatest_id() for some in prompts)
+    if greatest >= rows:
+        raise ModelError(
+            f"model.name_or_path: the prompts have token ids up to {greatest}, but the model's embedding has only {rows} rows. "
+            "Give the tokenizer that belongs to the model, or resize its embedding (resize_token_embeddings)."
+        )
 
 
 def check_enough_prompts(prompts: int, per_step: int) -> None:

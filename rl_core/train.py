@@ -32,7 +32,7 @@ from rl_core.checkpoint.export import export_policy
 from rl_core.checkpoint.room import at_once, check_room, learned_bytes, policy_bytes
 from rl_core.checkpoint.saver import Saver
 from rl_core.checkpoint.steps import Checkpoints
-from rl_core.checks import check_can_go_on, check_enough_prompts, check_positions
+from rl_core.checks import check_can_go_on, check_enough_prompts, check_positions, check_token_ids
 from rl_core.config import Config, load_config
 from rl_core.config.effects import notes, without_effect
 from rl_core.config.schema import Role as RoleName
@@ -106,7 +106,8 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     """Check what can be checked before models load, then build them and go on from the last checkpoint, if any."""
     be_deterministic(config.trainer.deterministic)
     deadline = Deadline(config.checkpoint.must_save_by, os.environ)
-    plan, prompts, trusted = BatchPlan.of(config), Prompts(dataset.path, "train"), config.model.trust_remote_code
+    plan, trusted = BatchPlan.of(config), config.model.trust_remote_code
+    prompts, eval_prompts = Prompts(dataset.path, "train"), Prompts(dataset.path, "eval")
     tokenizer = load_tokenizer_dir(base.path, trusted)
     reward = build_reward(config.reward, config.data.answer_column)
     if reward is not None:
@@ -123,6 +124,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
     key = digest_json(identity)
     check_can_go_on(latest, key, identity, total, output)
     check_positions(config, dataset, base)
+    check_token_ids(config, [prompts, eval_prompts], base)
     check_enough_prompts(len(prompts), plan.prompts)
     groups = make_groups(config, config.roles(), world.device.type)
     set_timeouts(config.launch.dist_timeout_s)
@@ -134,7 +136,7 @@ def build(config: Config, dataset: Artifact, base: Artifact, output: Path, world
         world=world,
         plan=plan,
         prompts=prompts,
-        eval_prompts=Prompts(dataset.path, "eval"),
+        eval_prompts=eval_prompts,
         tokenizer=tokenizer,
         stop_ids=stop_ids_of(base.path, tokenizer, trusted),
         score=Scorer(config, tokenizer, world, reward, judge),

@@ -39,8 +39,8 @@ CAUSE = re.compile(r" ended by .+|^(\w+\.)*\w+(Error|Exception): .+")
 """What a rank says of the error in which it ends, or the last line of a traceback."""
 
 
-class TrainingCrashed(PpoflowError):
-    """A rank died of something unforeseen; running again goes on from the last committed checkpoint.
+class RanksCrashed(PpoflowError):
+    """A rank died of something unforeseen; running again goes on from what was committed.
 
     Attributes:
         cause: the error in which a rank ended, "" where none could say so, since it was killed.
@@ -74,14 +74,14 @@ def run_ranks(
     Raises:
         ConfigError: the ranks ended with a message for the user.
         Interrupted: the ranks were stopped by a signal that did not come from here.
-        TrainingCrashed: anything else.
+        RanksCrashed: anything else.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     before = ""
     for left in reversed(range(max_restarts + 1)):
         try:
             return _run_once(module, arguments, launch, log_path, on_line, grace_seconds)
-        except TrainingCrashed as crash:
+        except RanksCrashed as crash:
             if left == 0 or crash.cause == before != "":
                 raise
             before = crash.cause
@@ -246,8 +246,9 @@ def _raise_for(code: int, module: str, said: list[str], tail: list[str], log_pat
     last = [line for line in tail if line.strip()][-12:]
     killed = code < 0 or any("was killed by SIG" in line for line in last)
     found = next((match for line in tail if (match := CAUSE.search(line))), None)
-    raise TrainingCrashed(
-        f"{module} ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}. Running the same command again goes on "
-        f"from the last committed checkpoint. Its whole log is {log_path}; the last lines are:\n" + "\n".join(last),
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise RanksCrashed(
+        f"{module} ended with {how}. Run the same command again: nothing that was committed, a checkpoint included, is computed "
+        f"again. Its whole log is {log_path}; the last lines are:\n" + "\n".join(last),
         cause="" if killed or found is None else found[0],
     )

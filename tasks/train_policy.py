@@ -25,7 +25,7 @@ from tasks.devices import device_kind, rank_count
 from tasks.progress import Listener, Progress, following
 from tasks.runs import Run, Segment
 from tasks.store import Key, Reference, Stage, find, library_versions, produce, reference_of
-from tasks.torchrun import TrainingCrashed, run_ranks
+from tasks.torchrun import RanksCrashed, run_ranks
 from tasks.tracking import Tracking, steps_logged
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _launch(run: Run, segments: list[Segment], config: Config, dataset: Referenc
         )  # fmt: skip
     policy = run.policy()
     if policy is None:
-        raise TrainingCrashed(f"{PROGRAM} ended without a policy of step {run.steps}; see {run.directory / 'train.log'}.")
+        raise RanksCrashed(f"{PROGRAM} ended without a policy of step {run.steps}; see {run.directory / 'train.log'}.")
     return policy
 
 

@@ -152,7 +152,7 @@ def _measured(config: "Config", work: Path, arguments: list[str]) -> dict[str, A
     """The result of one case, or `error` (refused, out of memory, crashed) and `message`."""
     from rl_core.errors import ConfigError
     from rl_core.home import home
-    from tasks.torchrun import TrainingCrashed, run_ranks
+    from tasks.torchrun import RanksCrashed, run_ranks
 
     lines: list[str] = []
 
@@ -168,7 +168,7 @@ def _measured(config: "Config", work: Path, arguments: list[str]) -> dict[str, A
         run_ranks("rl_core.tools.bench", given, launch=config.launch, log_path=home() / "logs" / "bench.log", on_line=show)
     except ConfigError as error:
         return {"error": "refused", "message": str(error)}
-    except TrainingCrashed as error:
+    except RanksCrashed as error:
         ended = next((line for line in lines if OUT_OF_MEMORY in line), None)
         return {"error": "crashed", "message": str(error)} if ended is None else {"error": "out of memory", "message": ended}
     return json.loads(result.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rl_core.data import values
 from rl_core.data.shards import SPLITS
@@ -64,6 +65,10 @@ class Prompts:
         batch = self._batches[number]
         row = batch.slice(index - self._ends[number] + batch.num_rows, 1).to_pylist()[0]
         return Prompt(**{**row, "extra_info": values.loads(row["extra_info"])})
+
+    def greatest_id(self) -> int:
+        """The greatest token id in any prompt."""
+        return max(pc.max(batch["input_ids"].flatten()).as_py() or 0 for batch in self._batches)
 
     def order(self, seed: int, epoch: int) -> list[int]:
         """The indices in the order of an epoch: a permutation that depends on `seed`, `epoch` and the number of prompts only."""

@@ -10,7 +10,7 @@ import pytest
 
 from rl_core.config.trainer import LaunchConfig
 from rl_core.errors import ConfigError, Interrupted
-from tasks.torchrun import TrainingCrashed, run_ranks
+from tasks.torchrun import RanksCrashed, run_ranks
 
 TWO = LaunchConfig(device="cpu", nproc_per_node=2, threads_per_rank=1)
 ONE = LaunchConfig(device="cpu", nproc_per_node=1, threads_per_rank=1)
@@ -34,13 +34,13 @@ def test_all_ranks_are_started_again_when_one_is_killed(tmp_path: Path, caplog: 
 
 
 def test_no_more_often_than_that(tmp_path: Path) -> None:
-    with pytest.raises(TrainingCrashed, match="killed by SIGKILL"):
+    with pytest.raises(RanksCrashed, match="killed by SIGKILL"):
         run("killed for ever", tmp_path, max_restarts=1)
     assert len(starts(tmp_path)) == 2
 
 
 def test_the_same_error_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
-    with pytest.raises(TrainingCrashed, match="ValueError 0"):
+    with pytest.raises(RanksCrashed, match="ValueError 0"):
         run("same error", tmp_path)
     assert len(starts(tmp_path)) == 2
 

@@ -130,18 +130,18 @@ def test_the_flow_as_a_script(finished: Finished) -> None:
     assert result.stdout.count("reused") == len(STAGES)
 
 
-def test_promote_and_roll_back(finished: Finished) -> None:
-    champion = finished.report["registered"]["version"]
-    promoted = ppoflow("promote", "tiny", str(champion), home=finished.home)
+def test_promote_and_roll_back(copied: Finished) -> None:
+    champion = copied.report["registered"]["version"]
+    promoted = ppoflow("promote", "tiny", str(champion), home=copied.home)
     assert promoted.returncode == 0, promoted.stderr
     assert promoted.stdout.startswith(f"The champion of tiny is version {champion}.")
     for arguments, words in [(("promote", "tiny", "99"), "tiny has no version or alias 99"), (("rollback", "none"), "none")]:
-        refused = ppoflow(*arguments, home=finished.home)
+        refused = ppoflow(*arguments, home=copied.home)
         assert refused.returncode == EXIT_USER
         (said,) = refused.stderr.splitlines()
         assert said.startswith("ppoflow: error: ")
         assert words in said
-    rolled = ppoflow("rollback", "tiny", home=finished.home)
+    rolled = ppoflow("rollback", "tiny", home=copied.home)
     assert rolled.returncode == EXIT_USER
     assert "replaced no other" in rolled.stderr
 

@@ -35,15 +35,15 @@ def processes_of(home: Path) -> Iterator[psutil.Process]:
         (signal.SIGKILL, 13, -9, None),
     ],
 )
-def test_nothing_is_left_of_a_stopped_run(finished: Finished, number: int, seed: int, code: int, said: str | None) -> None:
-    before = set(finished.home.glob(CHECKPOINTS))
+def test_nothing_is_left_of_a_stopped_run(copied: Finished, number: int, seed: int, code: int, said: str | None) -> None:
+    before = set(copied.home.glob(CHECKPOINTS))
     settings = ("--set", f"trainer.seed={seed}", "--set", "trainer.max_steps=1000")
     process = subprocess.Popen(
-        [*PPOFLOW, "run", str(finished.config), *settings], cwd=ROOT, env=environment(finished.home), stdin=subprocess.DEVNULL,
+        [*PPOFLOW, "run", str(copied.config), *settings], cwd=ROOT, env=environment(copied.home), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        while not set(finished.home.glob(CHECKPOINTS)) - before:
+        while not set(copied.home.glob(CHECKPOINTS)) - before:
             assert process.poll() is None
             time.sleep(0.1)
         if number == signal.SIGINT:
@@ -60,15 +60,15 @@ def test_nothing_is_left_of_a_stopped_run(finished: Finished, number: int, seed:
         assert "Traceback" not in errors
         assert "ppoflow: to continue: PPOFLOW_HOME=" in errors.splitlines()[-1]
     deadline = time.monotonic() + 10
-    while left := list(processes_of(finished.home)):
+    while left := list(processes_of(copied.home)):
         assert time.monotonic() < deadline, [one.cmdline() for one in left]
         time.sleep(0.1)
     # What it had done is there; SIGINT and SIGTERM had the running step saved.
-    metrics = next(path.parents[2] for path in set(finished.home.glob(CHECKPOINTS)) - before) / "metrics.jsonl"
+    metrics = next(path.parents[2] for path in set(copied.home.glob(CHECKPOINTS)) - before) / "metrics.jsonl"
     newest = max(int(path.parent.name[5:]) for path in metrics.parent.glob("checkpoints/step_*/manifest.json"))
     if number != signal.SIGKILL:
         assert newest == len(metrics.read_text(encoding="utf-8").splitlines())
     else:
-        explained = ppoflow("explain", finished.config, *settings, home=finished.home)
+        explained = ppoflow("explain", copied.config, *settings, home=copied.home)
         training = next(line for line in explained.stdout.splitlines() if line.startswith("train_policy"))
         assert f"resumes  from step {newest} of 1000" in training

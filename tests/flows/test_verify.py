@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,9 @@ def test_everything_of_a_registered_version_is_listed_as_needed_and_kept(
     said(capsys, "store", "gc", "--older-than", "soon", code=EXIT_USER)
 
 
-def test_a_run_sets_aside_what_is_damaged_and_makes_it_again(finished: Finished, tmp_path: Path) -> None:
+def test_a_run_sets_aside_what_is_damaged_and_makes_it_again(copied: Finished, finished: Finished, tmp_path: Path) -> None:
     """A flipped byte in an artifact that keeps its time of modification: nobody hashed the rest again, but it is noticed."""
-    home = tmp_path / "home"
-    shutil.copytree(finished.home, home)
+    home = copied.home
     stages = ("tokenize_dataset", "convert_checkpoint", "evaluate_policy")
     directories = [home / artifact(finished, stage).relative_to(finished.home) for stage in stages]
     for directory in directories:

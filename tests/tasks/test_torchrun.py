@@ -15,7 +15,7 @@ from rl_core.config.trainer import LaunchConfig
 from rl_core.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_USER, ConfigError, Interrupted
 from tasks import torchrun
 from tasks.agent import verdict
-from tasks.torchrun import ROOT, TrainingCrashed, run_ranks
+from tasks.torchrun import ROOT, RanksCrashed, run_ranks
 
 RANK_PROGRAM = "tests.tasks.rank_program"
 TWO = LaunchConfig(device="cpu", nproc_per_node=2, threads_per_rank=1)
@@ -61,7 +61,7 @@ def test_message_for_the_user_comes_through(tmp_path):
 
 
 def test_crash_names_log_and_last_lines(tmp_path):
-    with pytest.raises(TrainingCrashed, match="the reward is on fire") as caught:
+    with pytest.raises(RanksCrashed, match="the reward is on fire") as caught:
         run("crash", tmp_path)
     assert str(tmp_path / "log") in str(caught.value)
 
@@ -81,7 +81,7 @@ def test_message_of_one_rank_while_the_other_has_to_be_killed(tmp_path):
 
 @pytest.mark.usefixtures("impatient")
 def test_rank_that_stays_when_another_has_ended_well(tmp_path):
-    with pytest.raises(TrainingCrashed, match="rank 0 was killed by SIGKILL"):
+    with pytest.raises(RanksCrashed, match="rank 0 was killed by SIGKILL"):
         run("done-and-straggler", tmp_path)
     assert alive(tmp_path) == []
 
@@ -109,7 +109,7 @@ def test_one_exit_code_for_all_ranks(failures, code):
 @pytest.mark.usefixtures("impatient")
 def test_rank_killed_while_the_other_hangs(tmp_path):
     """The other rank waits for ever and does not heed SIGTERM, as in a collective."""
-    with pytest.raises(TrainingCrashed, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(RanksCrashed, match="rank 1 was killed by SIGKILL"):
         run("peer-dies", tmp_path)
     assert alive(tmp_path) == []
 
@@ -174,7 +174,7 @@ def test_agent_killed(tmp_path):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(TrainingCrashed, match="signal 9"):
+    with pytest.raises(RanksCrashed, match="signal 9"):
         run("deaf", tmp_path)
     killer.join()
     assert alive(tmp_path) == []

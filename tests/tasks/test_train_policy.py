@@ -12,7 +12,7 @@ from rl_core.locks import locked
 from tasks import train_policy
 from tasks.runs import Run
 from tasks.store import find, reference_of
-from tasks.torchrun import TrainingCrashed
+from tasks.torchrun import RanksCrashed
 from tasks.tracking import find_run, steps_logged
 from tests.tasks.settings import config, inputs
 
@@ -60,7 +60,7 @@ def no_training(monkeypatch):
 def crash(settings, at, monkeypatch, fresh=False):
     with monkeypatch.context() as patch:
         patch.setenv("PPOFLOW_TEST_CRASH_AT", str(at))
-        with pytest.raises(TrainingCrashed, match="out of luck"):
+        with pytest.raises(RanksCrashed, match="out of luck"):
             train(settings, fresh)
 
 
