@@ -32,6 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         if not told.exists():
             directory.mkdir()
             process = ppoflow("run", tiny_config(directory), "--json", report, home=directory / "home")
+            shutil.copytree(directory / "home", directory / "untouched")
             told.write_text(json.dumps([process.args, process.returncode, process.stdout, process.stderr]))
     process = subprocess.CompletedProcess(*json.loads(told.read_text()))
     assert process.returncode == 0, process.stdout + process.stderr
@@ -41,5 +42,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.fixture
 def copied(finished: Finished, tmp_path: Path) -> Finished:
     """The same with a home that a test may change. (MLflow's files stay where they are.)"""
-    shutil.copytree(finished.home, tmp_path / "home")
+    shutil.copytree(finished.home.with_name("untouched"), tmp_path / "home")
     return replace(finished, home=tmp_path / "home")

@@ -51,14 +51,18 @@ def test_run_prints_a_table_and_where_things_are(finished: Finished) -> None:
     assert "temporary server" not in finished.process.stderr
 
 
-def test_second_run_reuses_every_stage(finished: Finished, tmp_path: Path) -> None:
-    result = ppoflow("run", finished.config, "--json", tmp_path / "again.json", home=finished.home)
+def artifacts(report: dict[str, Any], home: Path) -> list[str]:
+    return [row["artifact"].removeprefix(str(home)) for row in report["stages"]]
+
+
+def test_second_run_reuses_every_stage(copied: Finished, finished: Finished, tmp_path: Path) -> None:
+    result = ppoflow("run", copied.config, "--json", tmp_path / "again.json", home=copied.home)
     assert result.returncode == 0, result.stderr
     again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
     assert {row["state"] for row in again["stages"]} == {"reused"}
-    assert [row["artifact"] for row in again["stages"]] == [row["artifact"] for row in finished.report["stages"]]
-    assert again["registered"] == finished.report["registered"]
-    assert again["evaluation"]["policy"] == finished.report["evaluation"]["policy"]
+    assert artifacts(again, copied.home) == artifacts(finished.report, finished.home)
+    assert again["registered"] == copied.report["registered"]
+    assert again["evaluation"]["policy"] == copied.report["evaluation"]["policy"]
 
 
 def one_paragraph(result: "subprocess.CompletedProcess[str]") -> str:
@@ -121,9 +125,9 @@ def test_the_command_that_continues_works_as_typed(tmp_path: Path) -> None:
     assert found.stderr.splitlines()[-1] == "ppoflow: to continue: ppoflow run none.yaml"
 
 
-def test_the_flow_as_a_script(finished: Finished) -> None:
+def test_the_flow_as_a_script(copied: Finished) -> None:
     result = subprocess.run(
-        [sys.executable, "flows/post_training.py", str(finished.config)], cwd=ROOT, env=environment(finished.home),
+        [sys.executable, "flows/post_training.py", str(copied.config)], cwd=ROOT, env=environment(copied.home),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -156,23 +160,23 @@ def test_an_unwritable_store_is_one_paragraph(tmp_path: Path) -> None:
     assert "PPOFLOW_HOME" in said
 
 
-def test_a_missing_file_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
+def test_a_missing_file_is_one_paragraph(copied: Finished, tmp_path: Path) -> None:
     config = changed(tmp_path, data={"source": {"kind": "files", "path": str(tmp_path / "none.jsonl")}})
-    assert "none.jsonl" in one_paragraph(ppoflow("run", config, home=finished.home))
+    assert "none.jsonl" in one_paragraph(ppoflow("run", config, home=copied.home))
 
 
-def test_a_missing_prompt_column_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
-    said = one_paragraph(ppoflow("run", changed(tmp_path, data={"prompt_column": "text"}), home=finished.home))
+def test_a_missing_prompt_column_is_one_paragraph(copied: Finished, tmp_path: Path) -> None:
+    said = one_paragraph(ppoflow("run", changed(tmp_path, data={"prompt_column": "text"}), home=copied.home))
     assert "data.prompt_column" in said
     assert "text" in said
 
 
-def test_a_model_without_chat_template_is_one_paragraph(finished: Finished, tmp_path: Path) -> None:
+def test_a_model_without_chat_template_is_one_paragraph(copied: Finished, tmp_path: Path) -> None:
     from tests.tiny import tiny_tokenizer
 
     model = tiny_tokenizer(tiny_model(tmp_path / "plain"), chat_template=None)
     (model / "chat_template.jinja").unlink(missing_ok=True)
-    said = one_paragraph(ppoflow("run", changed(tmp_path, model={"name_or_path": str(model)}), home=finished.home))
+    said = one_paragraph(ppoflow("run", changed(tmp_path, model={"name_or_path": str(model)}), home=copied.home))
     assert "model.chat_template" in said
 
 

@@ -1,8 +1,8 @@
 """Where ranks are, and the report of one that stays."""
 
 import io
+import json
 import re
-import sys
 import threading
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -18,6 +18,7 @@ from rl_core.distributed import World
 from rl_core.stall import ENDED, Note, Reporter
 from tests.ranks import run_ranks
 
+LIMIT = 0.2
 IN_REWARD = Note("reward of step 12", 7, 90.0, "node-b", "reward.py:3 judge < ppo.py:9 train", 1)
 IN_UPDATE = Note("update_actor of step 12", 8, 60.0, "node-a", "wait.py:1 wait", 1)
 
@@ -81,15 +82,16 @@ class Releasing(io.StringIO):
 
 def waits_for_a_report(rank: int) -> str:
     """Rank 1 stays in a phase until the report is out; rank 0 waits for it in a collective, as in a training."""
-    world = World(rank, 2, torch.device("cpu"))
-    with redirect_stdout(Releasing()), stall.watch(world, LaunchConfig(stall_report_s=0.2)):
-        with stall.phase("reward" if rank else "gen", 12):
-            if rank == 1:
-                distributed_c10d._get_default_store().wait(["released"])
+    world, store = World(rank, 2, torch.device("cpu")), distributed_c10d._get_default_store()
+    while rank == 0 and json.loads(store.get("stall/1"))["seconds"] < 2 * LIMIT:
+        pass  # rank 1 is the first that stalls, however fast either of them started
+    launch = LaunchConfig(stall_report_s=LIMIT)
+    with redirect_stdout(Releasing()) as said, stall.phase("reward" if rank else "gen", 12), stall.watch(world, launch):
+        if rank == 1:
+            store.wait(["released"])
         with stall.phase("update_actor", 12):
             dist.barrier()
-        said = sys.stdout.getvalue()
-    return said
+        return said.getvalue()
 
 
 def test_two_ranks_one_waits_for_the_other():

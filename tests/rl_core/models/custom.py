@@ -2,7 +2,12 @@
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from tests.tiny import tiny_model
 
@@ -81,6 +86,24 @@ def custom_model(directory: Path) -> Path:
         tokenizer_class="TinyTokenizer",
     )
     return directory
+
+
+@contextmanager
+def code_home(directory: Path) -> Iterator[Path]:
+    """`PPOFLOW_HOME` for tests that load such code: a process imports it from one place, which may not be that of others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PPOFLOW_HOME", str(directory))
+        patch.delenv("HF_HOME", raising=False)
+        patch.delenv("HF_MODULES_CACHE", raising=False)
+        patch.setattr(sys, "path", [place for place in sys.path if not Path(place, "transformers_modules").is_dir()])
+        _forget_modules()
+        yield directory
+    _forget_modules()
+
+
+def _forget_modules() -> None:
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
 
 
 def _edit(path: Path, **changes: object) -> None:

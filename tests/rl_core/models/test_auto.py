@@ -15,7 +15,7 @@ from rl_core.models.auto import loading, model_of
 from rl_core.models.build import empty_model
 from rl_core.rollout.engine import RolloutEngine
 from tests.rl_core.models.cases import family
-from tests.rl_core.models.custom import custom_model
+from tests.rl_core.models.custom import code_home, custom_model
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +61,13 @@ def test_a_wrong_config(llama: Path, tmp_path: Path, change: dict[str, str], rea
         empty_model(tmp_path, ModelConfig(name_or_path="m"))
 
 
-def test_code_of_its_own_is_loaded_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_its_own_is_loaded_by_one_process_at_a_time(tmp_path: Path) -> None:
     """transformers copies it to a shared place, not atomically."""
-    monkeypatch.setenv("PPOFLOW_HOME", str(tmp_path / "home"))
-    for name in ("HF_HOME", "HF_MODULES_CACHE"):
-        monkeypatch.delenv(name, raising=False)
     source = custom_model(tmp_path / "m")
-    with loading(source, "nothing", trusted=False):
-        assert not (tmp_path / "home").exists()
-    with loading(source, "nothing", trusted=True):
-        [lock] = (tmp_path / "home").rglob("*.lock")
-        with lock.open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with code_home(tmp_path / "home") as home:
+        with loading(source, "nothing", trusted=False):
+            assert not home.exists()
+        with loading(source, "nothing", trusted=True):
+            [lock] = home.rglob("*.lock")
+            with lock.open() as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

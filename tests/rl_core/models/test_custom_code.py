@@ -31,7 +31,7 @@ from rl_core.rollout.stop_ids import stop_ids_of
 from rl_core.rollout.sync import sync_weights
 from tests.ranks import run_ranks
 from tests.rl_core.models.cases import config, ragged
-from tests.rl_core.models.custom import FILES, STRETCH, custom_model
+from tests.rl_core.models.custom import FILES, STRETCH, code_home, custom_model
 from tests.tiny import tiny_prompts
 
 TRUSTED = {"model": {"name_or_path": "unused", "trust_remote_code": True}}
@@ -39,22 +39,8 @@ TRUSTED = {"model": {"name_or_path": "unused", "trust_remote_code": True}}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One `PPOFLOW_HOME`, since a process imports such code from one place."""
-    directory = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PPOFLOW_HOME", str(directory))
-        patch.delenv("HF_HOME", raising=False)
-        patch.delenv("HF_MODULES_CACHE", raising=False)
-        # What other tests of this process have imported from homes of their own would be found first.
-        patch.setattr(sys, "path", [place for place in sys.path if not Path(place, "transformers_modules").is_dir()])
-        _forget_modules()
-        yield directory
-    _forget_modules()
-
-
-def _forget_modules() -> None:
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        del sys.modules[name]
+    with code_home(tmp_path_factory.mktemp("home")) as home:
+        yield home
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from rl_core.tools.validate_ranks import Ranks
 from rl_core.tools.validate_report import Report
 from tests.pipeline import ROOT, environment, ppoflow, tiny_settings
 from tests.ranks import run_ranks
-from tests.rl_core.models.custom import FILES, custom_model
+from tests.rl_core.models.custom import FILES, code_home, custom_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TRUSTED = {"model.trust_remote_code": True}
@@ -38,9 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("validate")
     tiny_settings(directory)
     custom_model(directory / "custom")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PPOFLOW_HOME", str(directory / "home"))
-        patch.delenv("HF_HOME", raising=False)
+    with code_home(directory / "home"):
         yield directory
 
 
