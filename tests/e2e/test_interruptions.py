@@ -22,7 +22,7 @@ from rl_core.checkpoint.dcp import load_tensors, stored_tensors
 from tests.pipeline import PPOFLOW, ROOT, environment, ppoflow, tiny_settings
 
 STEPS = 9
-SECONDS = 240
+SECONDS = 900
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def interrupted(config: Path, home: Path) -> Iterator[Running]:
     """A run that the block interrupts; afterwards it has ended and nothing of it is left."""
     run = Running(config, home)
     yield run
-    run.process.wait(timeout=180)
+    run.process.wait(timeout=SECONDS)
     left = [process for process in psutil.process_iter() if str(home) in _environment_of(process)]
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
