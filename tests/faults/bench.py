@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--output", type=Path, default=Path(".faults"))
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, of two ranks each")
     parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--behaviours", action="store_true")
     options = parser.parse_args()
@@ -53,15 +54,17 @@ def main() -> int:
     done = _outcomes(output, seed)
     print(f"seed {seed}: {options.count} cases, {len(done)} of them done already", flush=True)
     world = make_world(output / "world")
-    for case in cases(options.count, seed):
-        if case.number in done:
-            continue
-        outcome = strike(world, case, output / "case")
-        done[case.number] = outcome.row()
-        with (output / "outcomes.jsonl").open("a") as file:
-            file.write(json.dumps({"seed": seed, **outcome.row()}) + "\n")
-        print(f"{case}: {'; '.join(outcome.wrong) or 'well'} ({outcome.seconds:.0f} s)", flush=True)
-    report = summary(seed, done.values())
+    missing = [case for case in cases(options.count, seed) if case.number not in done]
+
+    def some(job: int) -> None:
+        for case in missing[job :: options.jobs]:
+            outcome = strike(world, case, output / f"case-{job}")
+            with (output / "outcomes.jsonl").open("a") as file:
+                file.write(json.dumps({"seed": seed, **outcome.row()}) + "\n")
+            print(f"{case}: {'; '.join(outcome.wrong) or 'well'} ({outcome.seconds:.0f} s)", flush=True)
+
+    forked.at_once(options.jobs, some)
+    report = summary(seed, _outcomes(output, seed).values()) | {"asked for": options.count, "jobs": options.jobs}
     if options.mutants:
         caught = {name: strike(world, case, output / "case", mutate).wrong for name, (mutate, case) in MUTANTS.items()}
         report["mutants"] = {name: wrong[:2] or "not seen" for name, wrong in caught.items()}
@@ -95,7 +98,7 @@ def summary(seed: int, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "by fault": dict(sorted(Counter(f"{row['case']['how']} to {row['case']['victim']}" for row in rows).items())),
         "seconds a case": round(sum(row["seconds"] for row in rows) / max(1, len(rows)), 1),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, others at work on it",
+        "machine": f"{os.cpu_count()} cores",
     }
 
 

@@ -39,7 +39,6 @@ class Ended:
 
 def preload() -> None:
     """Import what ranks need, adopt whatever a dead parent leaves behind, and see to it that there are no threads."""
-    import ctypes
     import importlib
 
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -48,7 +47,32 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+    _adopt()
+
+
+def at_once(jobs: int, work: Callable[[int], None]) -> None:
+    """Call it with each number below `jobs`, each in a forked process that adopts as this one does; raises if one fails."""
+    pids = []
+    for job in range(jobs):
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            _adopt()
+            work(job)
+            code = 0
+        except BaseException:  # noqa: BLE001 – printed, and told by the exit code
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * jobs
 
 
 def call(function: Callable[[], Any]) -> None:
@@ -121,6 +145,12 @@ def _rank(arguments: list[str], in_rank: Callable[[int], None]) -> None:
         run_program(program.main)
     except _Done:
         os._exit = leave
+
+
+def _adopt() -> None:
+    import ctypes
+
+    assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
 
 
 def _fork(function: Callable[[], Any], log: str) -> int:
