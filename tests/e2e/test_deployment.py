@@ -1,15 +1,10 @@
 """The deployment as README tells it: servers, work pool, `prefect deploy`, a worker, a schedule, a kill and a retry."""
 
 import json
-import os
-import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.pipeline import ROOT, environment, tiny_config, tiny_settings
+from tests.pipeline import ROOT, tiny_config, tiny_settings
+from tests.servers import Servers, stopped_at_the_end
 
 T = TypeVar("T")
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -66,46 +62,15 @@ def wait_for(question: Callable[[], T | None], seconds: float) -> T:
     return answer
 
 
-@contextmanager
-def stopped_at_the_end(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
-    """SIGTERM on leaving, SIGKILL to its group if that does not help."""
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Prefect]:
-    """`make servers` on free ports, and a shell with the lines that it prints."""
-    home = tmp_path / "home"
-    ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
-    command = [sys.executable, "infra/servers.py", *ports]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(home), stdout=subprocess.PIPE, start_new_session=True, text=True
-    )
-    with stopped_at_the_end(process):
-        assert process.stdout is not None
-        exports = {}
-        for line in process.stdout:
-            if line.startswith("export "):
-                name, _, value = line.removeprefix("export ").strip().partition("=")
-                exports[name] = "".join(shlex.split(value))
-            if line.startswith("Ctrl-C"):
-                break
-        assert exports, "the servers did not start"
-        yield Prefect(home, environment(home, **exports))
+    """`make servers`, and a shell with the lines that it prints."""
+    both = Servers(tmp_path / "home")
+    try:
+        both.start()
+        yield Prefect(both.home, both.environment)
+    finally:
+        both.stop()
 
 
 def deploy(servers: Prefect, directory: Path) -> None:
