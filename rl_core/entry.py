@@ -88,6 +88,9 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
         if isinstance(error, USER_ERRORS) and not isinstance(error, BrokenArtifact):  # that one is mended by running again
             _say(f"ppoflow: error: {error}")
             code = EXIT_USER
+        elif (full := _disk(error)) is not None:
+            _say(f"ppoflow: error: {_place()} could not write: {full}")
+            code = EXIT_USER
         else:
             sys.excepthook(type(error), error, error.__traceback__)
             _say(f"ppoflow: {_place()} ended by {type(error).__name__}.{_explained(error)}")
@@ -100,6 +103,14 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
 def _place() -> str:
     stall = sys.modules.get("rl_core.stall")
     return stall.where() if stall is not None else f"rank {os.environ.get('RANK', '0')}"
+
+
+def _disk(error: Exception) -> str | None:
+    """What is to be done where a full or read-only disk is behind an error, whichever file was being written."""
+    from rl_core.artifacts import refusal, remedy
+
+    refused = refusal(error)
+    return None if refused is None else f"{error}. {remedy(refused)}"
 
 
 def _explained(error: Exception) -> str:

@@ -116,11 +116,14 @@ class Checkpoints:
         text = json.dumps({"format": FORMAT} | state, allow_nan=False)
         (scratch / "state.json").write_text(text, encoding="utf-8")
         artifact = commit(scratch, final, kind="checkpoint", key=key, results=results)
+        self._rotate()
+        return artifact
+
+    def _rotate(self) -> None:
         try:
             rotate(self.directory, self.keep, self.best)
-        except OSError as error:  # the checkpoint is committed, and the next save asks for room
+        except OSError as error:  # what matters is committed, and the next save asks for room
             log.warning("Older checkpoints in %s could not be deleted: %s.", self.directory, error)
-        return artifact
 
     def _collect(self) -> None:
         """What a dead save or rotation left."""
@@ -133,6 +136,8 @@ class Checkpoints:
             refuse_other_format(self.path(step))
             artifact = whole_or_aside(self.path(step))
             if artifact is not None:
+                if len(self.steps()) > self.keep + (self.best is not None):  # killed between a commit and its rotation
+                    self._rotate()
                 return artifact
         if broken := broken_in(self.directory):
             raise StoreError(

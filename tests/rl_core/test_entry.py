@@ -44,6 +44,19 @@ def test_an_end_that_is_no_crash_is_one_line(body, code, said):
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "open('/dev/full', 'w').write('x' * 100000)",
+        "raise errors.PpoflowError('rank 0 failed (OSError: [Errno 28] No space left on device)')",
+    ],
+)
+def test_a_full_disk_is_the_users_turn_whatever_was_being_written(body):
+    ended = ends(body)
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert re.fullmatch(r"ppoflow: error: rank 0 could not write: .*No space left on device.*Make room .*\n", ended.stdout)
+
+
 @pytest.mark.parametrize("body", ["raise ValueError('x')", "raise errors.BrokenArtifact('x')"])
 def test_a_crash_has_its_traceback(body):
     ended = ends(body)

@@ -60,6 +60,14 @@ def test_rotation_scans_the_disk_after_a_restart(tmp_path: Path) -> None:
     assert saved(tmp_path / "c", 4, keep=2).steps() == [3, 4]
 
 
+def test_what_a_kill_between_commit_and_rotation_left_is_deleted_at_the_next_start(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1, 2, 3, keep=5)  # as if the rotation to two had not come to pass
+    latest = Checkpoints(tmp_path / "c", 2).latest()
+    assert latest is not None
+    assert latest.path.name == "step_000003"
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"step_000002", "step_000003"}
+
+
 def damage(path: Path, how: str) -> None:
     shard = next((path / "tensors").glob("*.distcp"))
     if how == "flipped byte":
