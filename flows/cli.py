@@ -174,9 +174,22 @@ def _guarded(call: Callable[[], object], words: list[str]) -> int:
     except KeyboardInterrupt as error:
         return _say("stopped by Ctrl-C.", EXIT_SIGINT, words, error)
     except Exception as error:  # noqa: BLE001 - the outermost place: a user gets a paragraph, the traceback goes to a file
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return _say(f"unforeseen error: {text[:600]}{_where_it_is(error)}", EXIT_CRASH, words, error)
+        text = _without_prefect(error) or "unforeseen error: " + " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        return _say(f"{text}{_where_it_is(error)}", EXIT_CRASH, words, error)
     return EXIT_DONE
+
+
+def _without_prefect(error: Exception) -> str | None:
+    """What it means that Prefect's client, the only one of httpx in this process, has no connection any more."""
+    import httpx
+
+    if not isinstance(error, httpx.TransportError):
+        return None
+    return (
+        f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its own address')} does not answer ({error}). Finished stages "
+        "and committed checkpoints are kept, so nothing is computed twice: start the server again (or unset PREFECT_API_URL to "
+        "run without one), then run the same command"
+    )
 
 
 def _exit_code(error: PpoflowError) -> int:
