@@ -8,12 +8,15 @@ a save and a stage call. Each fault strikes once for all processes of a case and
 import json
 import os
 import pathlib
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ VARIABLE = "PPOFLOW_TEST_FAULT"
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 SAVE_POINTS = ("shard", "index", "state", "manifest", "before rename", "after rename", "rotation")
 STOPPED_SECONDS = 0.5
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Fault:
     """What strikes where.
 
     Attributes:
-        point: a phase, `save: …` with one of SAVE_POINTS, or (in a flow) `store: …` with a stage.
-        step: of a phase; of a save the number of steps done; None: whichever is first.
+        point: a phase, `save: …` with one of SAVE_POINTS, or (in a flow) `store: …` with a stage (before its result has its
+            name), `files: …` with one (a file of its result is opened, made or renamed), `commits` (of MLflow's database).
+        step: of a phase; of a save the number of steps done; of files and commits which one; None: whichever is first.
         rank: that meets the point; None: the flow's process.
         victim: `self`, `other` (another rank), `agent` or `flow`.
-        how: KILL, TERM, USR1, STOP (which goes on after a while), `clock` (a day back), `full` (the disk).
+        how: KILL, TERM, USR1, STOP (which goes on after a while), `clock` (a day back), `full` (the disk); `tell`: nothing
+            strikes, and `fired` gets the name of each write, see `tell_writes`.
         fired: a file, beside the run directory, that says that it has struck, and which checkpoints there were.
     """
 
@@ -78,8 +84,44 @@ def install(fault: Fault) -> None:
         _on_save(fault, fault.point.removeprefix("save: "))
     elif fault.point.startswith("store: "):
         _on_rename(fault, lambda source, target: f"/store/{fault.point.removeprefix('store: ')}/" in target, before=True)
+    elif fault.point.startswith("files: ") or fault.point == "commits":
+        numbers = count()
+
+        def met(point: str) -> None:
+            if point == fault.point and next(numbers) == (fault.step or 0):
+                fault.strike()
+
+        _on_writes(met)
     else:
         _on_phase(fault)
+
+
+def tell_writes(path: str) -> None:
+    """Append each `files: …` and `commits` that this process meets to a file."""
+    descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    _on_writes(lambda point: os.write(descriptor, f"{point}\n".encode()))
+
+
+def _on_writes(met: Callable[[str], object]) -> None:
+    def traced(statement: str) -> None:
+        if statement == "COMMIT":
+            met("commits")
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.rename", "os.mkdir") or (event == "open" and (arguments[2] or 0) & WRITING):
+            match = re.search(r"/store/(\w+)/", str(arguments[0]))
+            if match:
+                met(f"files: {match[1]}")
+
+    def connected(database: Any, *positional: Any, **named: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(database, *positional, **named)
+        if "mlflow.db" in str(database):
+            connection.set_trace_callback(traced)
+        return connection
+
+    connect = sqlite3.connect
+    sqlite3.connect = sqlite3.dbapi2.connect = connected  # type: ignore[assignment]
+    sys.addaudithook(heard)
 
 
 def _on_phase(fault: Fault) -> None:
@@ -163,9 +205,9 @@ def lie_in_wait() -> None:
     if fault is None:
         return
     words = " ".join(sys.orig_argv)
-    if fault.rank is None:
-        meant = "flows.cli" in words
-    else:
-        meant = "rl_core.train" in words and "tasks.agent" not in words and os.environ.get("RANK") == str(fault.rank)
-    if meant:
+    flow = "flows.cli" in words
+    rank = re.search(r"rl_core\.(train|evaluate)\b", words) is not None and "tasks.agent" not in words
+    if fault.how == "tell" and (flow or rank):
+        tell_writes(fault.fired)
+    elif flow if fault.rank is None else rank and os.environ.get("RANK") == str(fault.rank):
         install(fault)
