@@ -1,6 +1,6 @@
 # make run       set up .venv, bring the model, run the pipeline (again: nothing is installed, every stage is reused)
 # make test      set up what the tests need and run them; ARGS="-k store" passes options to pytest
-# make faults    N=200 SEED=7: trainings struck in every phase must end bit-identical; run again, it goes on
+# make faults    N=200 FLOWS=50 SEED=7: trainings and whole flows struck anywhere must end bit-identical; run again, it goes on
 # make check     lint, format and types
 # make servers   a Prefect and an MLflow server on loopback over PPOFLOW_HOME
 PYTHON ?= python3
@@ -22,10 +22,12 @@ test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 N ?= 200
+FLOWS ?= 50
 SEED ?= 7
 faults: .venv/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.bench --count $(N) --seed $(SEED) --output $$PPOFLOW_HOME/faults/$(SEED) \
 		--mutants --behaviours $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.flow_bench --count $(FLOWS) --seed $(SEED) --output $$PPOFLOW_HOME/faults/$(SEED)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -157,7 +157,7 @@ def _end_of(process: "subprocess.Popen[bytes]") -> int | None:
 def _not_whole(home: Path) -> list[str]:
     from rl_core.artifacts import damage
 
-    artifacts = [path for path in (home / "store").glob("*/[!.]*") if path.is_dir()]
+    artifacts = [path for path in (home / "store").glob("[!.]*/[!.]*") if path.is_dir()]
     return [f"{path.parent.name}: {problem}" for path in artifacts for problem in damage(path)]
 
 
@@ -171,7 +171,7 @@ def _differences(home: Path, whole: Path) -> list[str]:
 def _results(home: Path) -> dict[str, Any]:
     report = json.loads((home / "report.json").read_text())
     results: dict[str, Any] = {f"key of {stage['name']}": stage["key"] for stage in report["stages"]}
-    for path in (home / "store").glob("*/[!.]*"):
+    for path in (home / "store").glob("[!.]*/[!.]*"):
         results[f"{path.parent.name}/{path.name}"] = json.loads((path / "manifest.json").read_text())["digest"]
     with closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as database:
         results["versions"] = database.execute("SELECT name, version, status FROM model_versions").fetchall()
