@@ -5,6 +5,7 @@ sent when it answers again, in the same or in a later process.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 RUN_KEY = "ppoflow.run_key"
 LOGGED = "ppoflow.steps_logged"
 RETRY_SECONDS = 60.0
+TIMES = ("timing_s/", "perf/")
+"""What differs although a step is made again bit by bit."""
 Metrics = Mapping[str, Any]
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -88,7 +91,8 @@ class Tracking:
         name: shown for the run.
         params: few and short.
         config: the whole configuration, kept as the run's `config.yaml`.
-        done: steps that are not made again. Those behind them that MLflow has are of a killed process and are sent again.
+        done: steps that are not made again. Those behind them that MLflow has are of a killed process: where they are made again
+            with other numbers (a GPU without `trainer.deterministic`), these are sent too, since MLflow deletes none.
         fresh: make a new run although there is one.
     """
 
@@ -108,7 +112,7 @@ class Tracking:
         """None until MLflow has answered."""
         self._samples = SamplesTable(home() / "runs" / run_key / "samples.jsonl")
         self._pending: dict[int, Metrics] = {}
-        self._had = 0
+        self._had = self._logged = 0
         self._retry_at = 0.0
         self._warned: set[str] = set()
 
@@ -129,7 +133,7 @@ class Tracking:
             client = _client()
             run_id = self.run_id or self._open(client)
             for step in sorted(self._pending):
-                if step >= self._had:
+                if step >= self._had and not (step < self._logged and self._has(client, run_id, step, self._pending[step])):
                     self._log(client, run_id, step, self._pending[step])
                 del self._pending[step]
             if status is not None:
@@ -162,7 +166,8 @@ class Tracking:
             client.log_dict(run_id, dict(self._config), "config.yaml")
         else:
             client.update_run(run_id, status="RUNNING")
-            self._had = min(self._done, _steps_logged(client, run_id))
+            self._logged = _steps_logged(client, run_id)
+            self._had = min(self._done, self._logged)
         self.run_id = run_id
         return run_id
 
@@ -172,6 +177,20 @@ class Tracking:
         now = int(time.time() * 1000)
         values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         client.log_batch(run_id, metrics=values, tags=[RunTag(LOGGED, str(step + 1))])
+        self._logged = max(self._logged, step + 1)
+
+    def _has(self, client: "MlflowClient", run_id: str, step: int, metrics: Metrics) -> bool:
+        """Whether MLflow has the same numbers of a step, times aside."""
+        for name, value in metrics.items():
+            if name.startswith(TIMES):
+                continue
+            known = [metric for metric in client.get_metric_history(run_id, name) if metric.step == step]
+            if not known:
+                return False
+            newest = max(known, key=lambda metric: metric.timestamp).value
+            if newest != value and not (math.isnan(newest) and math.isnan(value)):
+                return False
+        return True
 
 
 def _client() -> "MlflowClient":

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import socket
 import threading
@@ -16,10 +17,10 @@ def tracking(run_key: str, **options) -> Tracking:
     return Tracking("letters", run_key, "name", {"seed": 1}, {"trainer": {"seed": 1}}, **options)
 
 
-def history(run_id: str) -> list[tuple[int, float]]:
+def history(run_id: str, name: str = "loss") -> list[tuple[int, float]]:
     import mlflow
 
-    return [(point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run_id, "loss")]
+    return [(point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run_id, name)]
 
 
 def run_of(run_key: str):
@@ -49,6 +50,20 @@ def test_one_run_however_often_it_is_resumed():
     assert run.data.params == {"seed": "1"}
     assert history(run.info.run_id) == [(0, 0.0), (1, 0.5), (2, 1.0), (2, 2.0), (3, 3.0)]
     assert steps_logged("one") == 4
+
+
+def test_a_step_that_is_made_again_with_the_same_numbers_is_there_once():
+    first = tracking("again")
+    for step in range(3):
+        first.log_step(step, {"loss": math.nan if step == 1 else step / 2, "timing_s/step": 0.5})
+    first.log_step(0, {"loss": 0.0, "timing_s/step": 0.7})  # the ranks were started again under the same flow
+    second = tracking("again")
+    for step in range(4):
+        second.log_step(step, {"loss": math.nan if step == 1 else step / 2, "timing_s/step": 0.6})
+    second.finish("FINISHED")
+    for name in ("loss", "timing_s/step"):
+        assert [step for step, _ in history(second.run_id, name)] == [0, 1, 2, 3]
+    assert steps_logged("again") == 4
 
 
 def test_fresh_makes_a_run_of_its_own_which_is_then_found():
