@@ -57,15 +57,15 @@ class FlowWorld:
         return Counter((self.directory / "writes").read_text().splitlines())
 
 
-def start(config: Path, home: Path, log: Path, fault: Fault | None = None) -> "subprocess.Popen[bytes]":
-    """`ppoflow run`; its report is `home/report.json`."""
+def start(config: Path, home: Path, report: Path, fault: Fault | None = None) -> "subprocess.Popen[bytes]":
+    """`ppoflow run`; what it prints is appended to the report's path with `.log`."""
     more = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300"}  # a machine that is busy with other tests
     if fault is not None:
         more |= {"PYTHONPATH": f"{SITE}:{ROOT}", **to_environment(fault)}
-    command = [*PPOFLOW, "run", str(config), "--json", str(home / "report.json")]
-    with log.open("ab") as said:
+    command = [*PPOFLOW, "run", str(config), "--json", str(report)]
+    with report.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment(home, **more), stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            command, cwd=ROOT, env=environment(home, **more), stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
 
 
@@ -83,7 +83,7 @@ def make_flow_world(directory: Path) -> FlowWorld:
     (directory / "config.yaml").write_text(yaml.safe_dump(settings))
     world.whole.mkdir()
     tell = Fault("", None, None, "self", "tell", str(directory / "writes"))
-    code = start(directory / "config.yaml", world.whole, directory / "whole.log", tell).wait(SECONDS)
+    code = start(directory / "config.yaml", world.whole, directory / "whole.json", tell).wait(SECONDS)
     assert code == 0, (directory / "whole.log").read_text()[-3000:]
     (directory / "ready").touch()
     return world
@@ -92,14 +92,14 @@ def make_flow_world(directory: Path) -> FlowWorld:
 def strike_flow(world: FlowWorld, case: FlowCase, directory: Path) -> FlowOutcome:
     """Run the case in `directory`, which is made anew. What earlier stages made is there already."""
     shutil.rmtree(directory, ignore_errors=True)
-    home, log, fired = directory / "home", directory / "log", directory / "fired"
+    home, report, log, fired = (directory / name for name in ("home", "report.json", "report.log", "fired"))
     (home / "store").mkdir(parents=True)
     for earlier in _made_before(case.stage):
         for artifact in (world.whole / "store" / earlier).glob("[!.]*"):
             shutil.copytree(artifact, home / "store" / earlier / artifact.name)
     config, began = world.directory / "config.yaml", time.perf_counter()
     fault = Fault(case.point, case.step, case.rank, case.victim, case.how, str(fired))
-    code = _end_of(start(config, home, log, fault))
+    code = _end_of(start(config, home, report, fault))
     outcome = FlowOutcome(case, fired.exists(), code)
     say = outcome.wrong.append
     to_flow = case.victim == "flow" or (case.rank is None and case.victim == "self")
@@ -116,12 +116,12 @@ def strike_flow(world: FlowWorld, case: FlowCase, directory: Path) -> FlowOutcom
         process.kill()
     for problem in _not_whole(home):
         say(f"corrupt: {problem}")
-    again = _end_of(start(config, home, log))
+    again = _end_of(start(config, home, report))
     if again != 0:
         say(f"resume: started again it ended with {again}: {' | '.join(log.read_text().splitlines()[-3:])}")
     else:
         outcome.wrong += [f"corrupt: {problem}" for problem in _not_whole(home)]
-        outcome.wrong += [f"different: {problem}" for problem in _differences(home, world.whole)]
+        outcome.wrong += [f"different: {problem}" for problem in _differences(home, report, world)]
         for leaving in [*(home / "store").glob("*/.*.partial"), *(home / "store").glob("*/.*.broken-*")]:
             say(f"leaving: {leaving.name}")
     outcome.seconds = time.perf_counter() - began
@@ -161,16 +161,16 @@ def _not_whole(home: Path) -> list[str]:
     return [f"{path.parent.name}: {problem}" for path in artifacts for problem in damage(path)]
 
 
-def _differences(home: Path, whole: Path) -> list[str]:
+def _differences(home: Path, report: Path, world: FlowWorld) -> list[str]:
     """In what a home differs from that of the flow that nothing struck: keys and digests of results, what is registered."""
-    here, there = _results(home), _results(whole)
+    here, there = _results(home, report), _results(world.whole, world.directory / "whole.json")
     found = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     return [f"{name}: {here.get(name)} instead of {there.get(name)}" for name in found] + _twice(home)
 
 
-def _results(home: Path) -> dict[str, Any]:
-    report = json.loads((home / "report.json").read_text())
-    results: dict[str, Any] = {f"key of {stage['name']}": stage["key"] for stage in report["stages"]}
+def _results(home: Path, report: Path) -> dict[str, Any]:
+    stages = json.loads(report.read_text())["stages"]
+    results: dict[str, Any] = {f"key of {stage['name']}": stage["key"] for stage in stages}
     for path in (home / "store").glob("[!.]*/[!.]*"):
         results[f"{path.parent.name}/{path.name}"] = json.loads((path / "manifest.json").read_text())["digest"]
     with closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as database:

@@ -2,7 +2,6 @@
 and goes on by the same command; then two flows on the same keys end with the same policy."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +10,13 @@ import pytest
 import yaml
 
 from rl_core.artifacts import open_artifact
-from tests.faults.hook import Fault, to_environment
-from tests.pipeline import PPOFLOW, ROOT, environment, tiny_settings
+from tests.faults.flow_cases import STAGES
+from tests.faults.flow_strike import SECONDS, left_of, start
+from tests.faults.hook import Fault
+from tests.pipeline import tiny_settings
 
-STAGES = ("tokenize_dataset", "convert_checkpoint", "train_policy", "evaluate_policy")
-SITE = Path(__file__).parent / "sitecustomize"
-SECONDS = 600
-
-
-def start(config: Path, home: Path, report: Path, fault: Fault | None = None) -> "subprocess.Popen[bytes]":
-    more = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300"}  # a machine that is busy with other tests
-    if fault is not None:
-        more |= {"PYTHONPATH": f"{SITE}:{ROOT}", **to_environment(fault)}
-    with report.with_suffix(".log").open("ab") as log:
-        command = [*PPOFLOW, "run", str(config), "--json", str(report)]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(home, **more), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-
-
-def left_of(home: Path) -> list[psutil.Process]:
-    """Processes that still belong to the pipeline over `home`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("PPOFLOW_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+STORED = STAGES[:-1]
+"""Those whose result is in the store."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +32,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_pipeline_killed_in_every_stage_goes_on(pipeline: Path) -> None:
     home, config = pipeline / "home", pipeline / "config.yaml"
-    for number, stage in enumerate(STAGES):
+    for number, stage in enumerate(STORED):
         fired = pipeline / f"fired-{stage}"
         fault = Fault(f"store: {stage}", None, None, "self", "KILL", str(fired))
         killed = start(config, home, pipeline / f"killed-{stage}.json", fault)
@@ -64,7 +41,7 @@ def test_a_pipeline_killed_in_every_stage_goes_on(pipeline: Path) -> None:
         _, alive = psutil.wait_procs(left_of(home), timeout=20)
         assert not alive, "orphans"
         assert not list((home / "store" / stage).glob("[!.]*")), f"{stage} has no result yet"
-        for earlier in STAGES[:number]:
+        for earlier in STORED[:number]:
             [artifact] = (home / "store" / earlier).glob("[!.]*")
             open_artifact(artifact, remembered=False)
 
@@ -75,8 +52,8 @@ def test_a_pipeline_killed_in_every_stage_goes_on(pipeline: Path) -> None:
     policies = {stage["key"] for report in reports for stage in report["stages"] if stage["name"] == "train_policy"}
     assert len(policies) == 1
     states = [{stage["name"]: stage["state"] for stage in report["stages"]} for report in reports]
-    assert all(state[stage] == "reused" for state in states for stage in STAGES[:2]), states
-    for stage in STAGES:
+    assert all(state[stage] == "reused" for state in states for stage in STORED[:2]), states
+    for stage in STORED:
         [artifact] = (home / "store" / stage).glob("[!.]*")
         open_artifact(artifact, remembered=False)
         assert not list((home / "store" / stage).glob(".*.broken-*"))
