@@ -20,6 +20,7 @@ from typing import Any
 
 from rl_core.home import home, writable
 from tasks.environment import prepare
+from tasks.mlflow_client import make_database
 
 HOST = "127.0.0.1"
 DEAD_RUNS = Path(__file__).with_name("dead-runs.yaml")
@@ -80,6 +81,7 @@ def _start_prefect(port: int) -> "subprocess.Popen[bytes]":
 
 
 def _start_mlflow(port: int) -> "subprocess.Popen[bytes]":
+    make_database()
     artifacts = str(home() / "mlflow" / "artifacts")
     return _start(
         "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri",

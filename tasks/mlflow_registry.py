@@ -18,6 +18,7 @@ from rl_core.artifacts import fresh_scratch, open_artifact, set_aside
 from rl_core.errors import BrokenArtifact, ConfigError, PpoflowError
 from rl_core.home import home
 from rl_core.locks import locked
+from tasks.mlflow_client import make_client
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -76,7 +77,7 @@ def registry(purpose: str) -> Iterator["MlflowClient"]:
     from mlflow.exceptions import MlflowException
 
     try:
-        yield mlflow.MlflowClient()
+        yield make_client()
     except (MlflowException, requests.RequestException) as error:
         reason = " ".join(str(error).split())[:300]
         text = (

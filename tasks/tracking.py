@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.home import home
-from tasks.environment import prepare
+from tasks.mlflow_client import make_client
 from tasks.samples import SamplesTable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def experiment_id(name: str) -> str:
     import mlflow
     from mlflow.exceptions import MlflowException
 
-    client = _client()
+    client = make_client()
     local = mlflow.get_tracking_uri().startswith("sqlite:")
     try:
         found = client.get_experiment_by_name(name)
@@ -60,7 +60,7 @@ def find_run(run_key: str) -> str | None:
     Raises:
         MlflowException: MLflow does not answer.
     """
-    client = _client()
+    client = make_client()
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(
         experiments, f"tags.`{RUN_KEY}` = '{run_key}'", order_by=["attributes.start_time DESC"], max_results=1
@@ -75,7 +75,7 @@ def steps_logged(run_key: str) -> int:
         MlflowException: MLflow does not answer.
     """
     run_id = find_run(run_key)
-    return _steps_logged(_client(), run_id) if run_id is not None else 0
+    return _steps_logged(make_client(), run_id) if run_id is not None else 0
 
 
 def _steps_logged(client: "MlflowClient", run_id: str) -> int:
@@ -130,7 +130,7 @@ class Tracking:
         from mlflow.exceptions import MlflowException
 
         try:
-            client = _client()
+            client = make_client()
             run_id = self.run_id or self._open(client)
             for step in sorted(self._pending):
                 if step >= self._had and not (step < self._logged and self._has(client, run_id, step, self._pending[step])):
@@ -191,10 +191,3 @@ class Tracking:
             if newest != value and not (math.isnan(newest) and math.isnan(value)):
                 return False
         return True
-
-
-def _client() -> "MlflowClient":
-    prepare()
-    import mlflow
-
-    return mlflow.MlflowClient()
