@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.bench import WRONG
-from tests.faults.flow_cases import FlowCase, flow_cases
+from tests.faults.flow_cases import STAGES, FlowCase, flow_cases
 
 
 def main() -> int:
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--stage", choices=STAGES, help="only the cases of this one")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     options = parser.parse_args()
     output: Path = options.output.absolute()
@@ -39,7 +40,8 @@ def main() -> int:
 
     world = make_flow_world(output / "flow-world")
     done = {row["case"]["number"] for row in _outcomes(output, options.seed)}
-    missing = [case for case in flow_cases(options.count, options.seed, world.writes()) if case.number not in done]
+    drawn = flow_cases(options.count, options.seed, world.writes())
+    missing = [case for case in drawn if case.number not in done and options.stage in (None, case.stage)]
     print(f"seed {options.seed}: {options.count} flows, {len(done)} of them done already", flush=True)
 
     def one(case: FlowCase) -> None:

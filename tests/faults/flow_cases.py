@@ -9,8 +9,8 @@ from tests.faults.hook import PHASES
 
 STAGES = ("tokenize_dataset", "convert_checkpoint", "train_policy", "evaluate_policy", "register_policy")
 STEPS = 2
-IN_RANK = ("train_policy", "evaluate_model")
-"""What is written by a rank, not by the flow's process."""
+IN_EVALUATION = ("building the model", "answering", "judging the answers", "measuring the KL")
+"""Phases of a rank that evaluates."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def flow_cases(count: int, seed: int, writes: Mapping[str, int]) -> Iterator[Flo
     for number in range(count):
         stage = STAGES[number % len(STAGES)]
         point, step = _point(stage, draw, writes)
-        rank = 0 if point in PHASES or point.removeprefix("files: ") in IN_RANK else None
+        rank = 0 if point in (*PHASES, *IN_EVALUATION) else None
         hows = ("KILL", "TERM", "STOP", "clock")
         how = min(hows, key=lambda how: (faults[f"{stage} {how}"] / (4, 3, 2, 1)[hows.index(how)], how))
         faults[f"{stage} {how}"] += 1
@@ -53,8 +53,8 @@ def _point(stage: str, draw: random.Random, writes: Mapping[str, int]) -> tuple[
         point = draw.choice([*PHASES, "store: train_policy", "files: train_policy"])
         if point in PHASES:
             return point, draw.randrange(STEPS)
-        return point, None if point.startswith("store") else draw.randrange(writes[point])
-    point = "commits" if stage == "register_policy" else f"files: {stage}"
-    if stage == "evaluate_policy":
-        point = draw.choice(["files: evaluate_policy", "files: evaluate_model", "files: evaluate_model"])
-    return point, draw.randrange(writes[point])
+    elif stage == "evaluate_policy":
+        point = draw.choice([*IN_EVALUATION, "files: evaluate_policy", "files: evaluate_model"])
+    else:
+        point = "commits" if stage == "register_policy" else f"files: {stage}"
+    return point, draw.randrange(writes[point]) if point in writes else None

@@ -53,8 +53,12 @@ class FlowWorld:
         return self.directory / "whole"
 
     def writes(self) -> Counter[str]:
-        """How often that flow met each point of a write."""
-        return Counter((self.directory / "writes").read_text().splitlines())
+        """How often that flow met each point of a write, in the process that met it most."""
+        most = Counter[str]()
+        for line, times in Counter((self.directory / "writes").read_text().splitlines()).items():
+            point = line.partition(" ")[2]
+            most[point] = max(most[point], times)
+        return most
 
 
 def start(config: Path, home: Path, report: Path, fault: Fault | None = None) -> "subprocess.Popen[bytes]":

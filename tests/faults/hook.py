@@ -97,9 +97,9 @@ def install(fault: Fault) -> None:
 
 
 def tell_writes(path: str) -> None:
-    """Append each `files: …` and `commits` that this process meets to a file."""
+    """Append each `files: …` and `commits` that this process meets to a file, behind its pid."""
     descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    _on_writes(lambda point: os.write(descriptor, f"{point}\n".encode()))
+    _on_writes(lambda point: os.write(descriptor, f"{os.getpid()} {point}\n".encode()))
 
 
 def _on_writes(met: Callable[[str], object]) -> None:
