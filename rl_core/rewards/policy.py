@@ -55,6 +55,19 @@ class Policy:
             log.warning("%s Such a response is worth %g; further ones are counted, not named.", message, self._value)
         return Judgement(self._value, failed=result.kind)
 
+    def only_together(self, count: int, failure: Failure) -> None:
+        """Say, once, that many responses cannot be judged by one call though each can alone: slow, and seldom meant."""
+        if "together" not in self._warned:
+            self._warned.add("together")
+            log.warning(
+                "%s: %s %s when given %d responses at once, yet judges each of them alone; they are given one by one. %s",
+                self._field,
+                self._name,
+                failure.said,
+                count,
+                failure.remedy,
+            )
+
 
 class InProcess:
     """Runs a judge here, without a limit."""
@@ -87,11 +100,18 @@ class JudgedReward:
         return [self._policy.settle(sample, result) for sample, result in self._results(samples)]
 
     def _results(self, samples: list[Sample]) -> Iterable[tuple[Sample, Judgement | Failure]]:
+        together: Judgement | Failure | None = None
         if self._runner.batched and len(samples) > 1:
             (answer,) = self._runner.run([samples])
             if isinstance(answer, list) and any(isinstance(result, Judgement) for result in answer):
                 yield from zip(samples, answer, strict=True)
                 return
             # All of them failed at once: only one of them may be at fault, so each is judged alone.
+            together = answer if isinstance(answer, Failure) else answer[0]
+        failed = False
         for sample, answer in zip(samples, self._runner.run([[sample] for sample in samples]), strict=True):
-            yield sample, answer if isinstance(answer, Failure) else answer[0]
+            result = answer if isinstance(answer, Failure) else answer[0]
+            failed = failed or isinstance(result, Failure)
+            yield sample, result
+        if isinstance(together, Failure) and not failed:
+            self._policy.only_together(len(samples), together)

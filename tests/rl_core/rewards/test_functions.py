@@ -240,6 +240,16 @@ def test_of_a_list_only_the_response_at_fault_is_lost(tmp_path: Path, caplog: py
     assert [record.getMessage().count("ZeroDivisionError") for record in caplog.records] == [1]  # the second is only counted
 
 
+def test_a_function_that_fits_single_responses_only_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its rewards stand; that it was written for a list and does not give one is no fault of any response."""
+    reward = build_reward(listed(tmp_path, "return [float(len(completions[0]))]"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert scores(reward, [prompt()] * 3, ["a", "", "bb"]) == [1.0, 0.0, 2.0]
+    (record,) = caplog.records
+    assert "returns 1 values for 3 responses when given 3 responses at once" in record.getMessage()
+
+
 def test_failures_are_counted_by_their_kind(tmp_path: Path) -> None:
     body = "    return {'2': 1.0, '3': float('nan'), '4': None, '5': [1]}[solution_str]\n"
     reward = build_reward(function(tmp_path, SIGNATURE + body, on_error="value", error_value=0.25))
