@@ -26,7 +26,7 @@ class Prompt:
     input_ids: list[int]
     """With chat template and generation prompt, after truncation."""
     text: str
-    """`input_ids` decoded, special tokens shown."""
+    """What `input_ids` were made of, special tokens shown; of a prompt that was cut, those that are left, decoded."""
     question: str
     """The last user message."""
     ground_truth: str | None

@@ -63,7 +63,7 @@ class Blocks:
         names = {split: f"{split}/shard-{number:05d}.arrow" for split in SPLITS if rows[split]}
         for split, name in names.items():
             with _replacing(self.directory / name) as partial, pa.OSFile(str(partial), "wb") as file:
-                table = pa.Table.from_pylist(rows[split], schema=SCHEMA)
+                table = pa.table({name: [row[name] for row in rows[split]] for name in SCHEMA.names}, schema=SCHEMA)
                 with pa.ipc.new_stream(file, SCHEMA) as writer:
                     writer.write_table(table, max_chunksize=_BATCH)
         digests = digest_files([self.directory / name for name in names.values()])

@@ -8,6 +8,7 @@ interrupted call goes on with the blocks that it finished, and ends with the sam
 
 import json
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rl_core.models.pad import settle_pad
 
 _MACHINE_KEYS = ("is_local", "local_files_only", "name_or_path")
 """What transformers saves of how a tokenizer was loaded: it would make equal tokenizers differ."""
+_TOGETHER = 1000
+"""Rows that are encoded at a time, on all cores, while the next ones get their chat template."""
 
 
 def tokenize(config: DataConfig, tokenizer: Any, scratch: Path) -> dict[str, Any]:
@@ -85,16 +88,26 @@ def _tokenize_block(
     """The shard rows of both splits for the source's rows from `start` on."""
     stats = Stats()
     chats: list[tuple[int, Conversation, str]] = []
-    for index, row in enumerate(source.read(start, min(start + config.shard_rows, len(source))), start):
-        stats.rows += 1
-        try:
-            chat = conversation(row, config, source.name)
-            chats.append((index, chat, _render(tokenizer, chat)))
-        except Unusable as error:
-            stats.drop(index, error.reason, str(error), str(row.get(config.prompt_column)))
-    ids = tokenizer([text for _, _, text in chats], add_special_tokens=False, verbose=False)["input_ids"] if chats else []
+    encoded: list[Future[list[list[int]]]] = []
+
+    def encode() -> None:
+        texts = [text for _, _, text in chats[len(encoded) * _TOGETHER : (len(encoded) + 1) * _TOGETHER]]
+        encoded.append(encoder.submit(_encode, tokenizer, texts))
+
+    with ThreadPoolExecutor(1) as encoder:
+        for index, row in enumerate(source.read(start, min(start + config.shard_rows, len(source))), start):
+            stats.rows += 1
+            try:
+                chat = conversation(row, config, source.name)
+                chats.append((index, chat, _render(tokenizer, chat)))
+            except Unusable as error:
+                stats.drop(index, error.reason, str(error), str(row.get(config.prompt_column)))
+            if len(chats) == (len(encoded) + 1) * _TOGETHER:
+                encode()
+        encode()
+    ids = [row for part in encoded for row in part.result()]
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    for (index, chat, _), input_ids in zip(chats, ids, strict=True):
+    for (index, chat, text), input_ids in zip(chats, ids, strict=True):
         try:
             kept = _limit(input_ids, config, index)
         except Unusable as error:
@@ -105,7 +118,7 @@ def _tokenize_block(
             {
                 "prompt_id": chat.prompt_id,
                 "input_ids": kept,
-                "text": tokenizer.decode(kept),
+                "text": text if len(kept) == len(input_ids) else tokenizer.decode(kept),
                 "question": chat.question,
                 "ground_truth": chat.ground_truth,
                 "data_source": chat.data_source,
@@ -125,6 +138,18 @@ def _render(tokenizer: Any, chat: Conversation) -> str:
     if not text:
         raise Unusable("empty_prompt", "the chat template makes an empty text of it")
     return text
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """What the tokenizer makes of rendered texts; on all cores, where its own call only prepares what the library computes."""
+    if not texts:
+        return []
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    some = texts[:: max(1, len(texts) // 8)]
+    by_call = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]  # also sets that nothing is cut or padded
+    if backend is None or [item.ids for item in backend.encode_batch_fast(some, add_special_tokens=False)] != by_call:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # code of its own
+    return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _limit(input_ids: list[int], config: DataConfig, index: int) -> list[int]:

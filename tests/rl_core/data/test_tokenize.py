@@ -227,3 +227,35 @@ def test_reasoning_gym_prompts_keep_what_the_verifier_needs(tmp_path, tokenizer)
         assert prompt.data_source == "chain_sum"
         assert prompt.question == prompt.extra_info["entry"]["question"] + " Number only."
         assert isinstance(prompt.extra_info["metadata"]["difficulty"]["num_terms"], tuple)
+
+
+def test_as_many_rows_as_are_encoded_together_and_more(tmp_path, tokenizer, monkeypatch):
+    """Each row keeps its own ids, whichever others it is encoded with; rows that are left out between them shift nothing."""
+    monkeypatch.setattr("rl_core.data.tokenize._TOGETHER", 3)
+    for count in (3, 6, 7):
+        rows = [row for number in range(count) for row in ({"prompt": f"{number}+1=", "answer": str(number)}, {"prompt": 5})]
+        stats = tokenize(config(tmp_path / "a.jsonl", rows, max_dropped_share=0.6), tokenizer, tmp_path / f"out{count}")
+        assert (stats["rows"], stats["dropped"]) == (2 * count, {"bad_row": count})
+        found = {prompt.ground_truth: prompt for prompt in both(tmp_path / f"out{count}")}
+        assert {number: prompt.input_ids for number, prompt in found.items()} == {
+            str(number): [U, *ids(f"{number}+1="), END, A] for number in range(count)
+        }
+
+
+def test_a_tokenizer_with_code_of_its_own_is_asked(tmp_path, tokenizer):
+    """What it adds to what the library under it computes is in the ids."""
+
+    class Own(type(tokenizer)):
+        def __call__(self, text, **settings):
+            encoding = super().__call__(text, **settings)
+            encoding["input_ids"] = [[*row, UNK] for row in encoding["input_ids"]]
+            return encoding
+
+    tokenizer.__class__ = Own
+    tokenize(config(tmp_path / "a.jsonl", sums(8)), tokenizer, tmp_path / "out")
+    assert [prompt.input_ids[-2:] for prompt in both(tmp_path / "out")] == [[A, UNK]] * 8
+
+
+def test_what_is_left_of_a_cut_prompt_is_its_text(tmp_path, tokenizer):
+    tokenize(config(tmp_path / "a.jsonl", sums(8), max_prompt_length=3, truncation="left"), tokenizer, tmp_path / "out")
+    assert {prompt.text for prompt in both(tmp_path / "out")} == {"=<end><a>"}
