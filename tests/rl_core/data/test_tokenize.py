@@ -235,7 +235,7 @@ def test_as_many_rows_as_are_encoded_together_and_more(tmp_path, tokenizer, monk
     for count in (3, 6, 7):
         rows = [row for number in range(count) for row in ({"prompt": f"{number}+1=", "answer": str(number)}, {"prompt": 5})]
         stats = tokenize(config(tmp_path / "a.jsonl", rows, max_dropped_share=0.6), tokenizer, tmp_path / f"out{count}")
-        assert (stats["rows"], stats["dropped"]) == (2 * count, {"bad_row": count})
+        assert (stats["rows"], stats["dropped"]["bad_row"]["rows"]) == (2 * count, count)
         found = {prompt.ground_truth: prompt for prompt in both(tmp_path / f"out{count}")}
         assert {number: prompt.input_ids for number, prompt in found.items()} == {
             str(number): [U, *ids(f"{number}+1="), END, A] for number in range(count)
