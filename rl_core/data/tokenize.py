@@ -23,7 +23,7 @@ from rl_core.models.pad import settle_pad
 
 _MACHINE_KEYS = ("is_local", "local_files_only", "name_or_path")
 """What transformers saves of how a tokenizer was loaded: it would make equal tokenizers differ."""
-_TOGETHER = 1000
+_TOGETHER = 2000
 """Rows that are encoded at a time, on all cores, while the next ones get their chat template."""
 
 
@@ -99,7 +99,7 @@ def _tokenize_block(
             stats.rows += 1
             try:
                 chat = conversation(row, config, source.name)
-                chats.append((index, chat, _render(tokenizer, chat)))
+                chats.append((index, chat, render(tokenizer, chat)))
             except Unusable as error:
                 stats.drop(index, error.reason, str(error), str(row.get(config.prompt_column)))
             if len(chats) == (len(encoded) + 1) * _TOGETHER:
@@ -128,7 +128,12 @@ def _tokenize_block(
     return rows, stats
 
 
-def _render(tokenizer: Any, chat: Conversation) -> str:
+def render(tokenizer: Any, chat: Conversation) -> str:
+    """The prompt with its chat template.
+
+    Raises:
+        Unusable: the template refuses it.
+    """
     import jinja2
 
     try:
